@@ -212,8 +212,8 @@ class AtroposBackend(BaseSandbox):
             text = data.decode()
         except UnicodeDecodeError:
             return ReadResult(file_data={"content": base64.b64encode(data).decode(), "encoding": "base64"})
-        if (said := check_empty_content(text)) is not None:
-            return ReadResult(file_data={"content": said, "encoding": "utf-8"})
+        if (reminder := check_empty_content(text)) is not None:
+            return ReadResult(file_data={"content": reminder, "encoding": "utf-8"})
         return slice_read_response(create_file_data(text), offset, limit)
 
     async def _write(self, file_path: str, content: str) -> WriteResult:
@@ -254,25 +254,25 @@ class AtroposBackend(BaseSandbox):
         most = MAX_MATCHES if max_count is None else min(max_count, MAX_MATCHES)
         try:
             included = None if glob is None else compile_grep_include_glob(glob)
-            found = await search(held, re.escape(pattern), top, glob, MAX_MATCHES if glob else most)
+            answer = await search(held, re.escape(pattern), top, glob, MAX_MATCHES if glob else most)
         except (OSError, InvalidGlobPatternError) as error:
             return GrepResult(error=f"Path '{top}': {error}")
-        lines = [match for match in found.matches if included is None or included(below(top, match.path))]
+        lines = [match for match in answer.matches if included is None or included(below(top, match.path))]
         matches = [{"path": match.path, "line": match.line, "text": match.text} for match in lines[:most]]
-        return GrepResult(matches=matches, truncated=found.truncated or len(lines) > most)  # pyright: ignore[reportArgumentType]
+        return GrepResult(matches=matches, truncated=answer.truncated or len(lines) > most)  # pyright: ignore[reportArgumentType]
 
     async def _glob(self, pattern: str, path: str | None) -> GlobResult:
         held = await self._slot.get()
         top = held.path(path or ".")
         try:
             matched = compile_grep_include_glob(pattern)
-            found = await search(held, "", top, pattern, MAX_MATCHES)
+            answer = await search(held, "", top, pattern, MAX_MATCHES)
         except (OSError, InvalidGlobPatternError) as error:
             return GlobResult(error=f"Path '{top}': {error}")
-        paths = sorted(match.path for match in found.matches if matched(below(top, match.path)))
-        cut = "budget" if found.truncated else None
+        paths = sorted(match.path for match in answer.matches if matched(below(top, match.path)))
+        cut = "budget" if answer.truncated else None
         files = [{"path": path, "is_dir": False} for path in paths]
-        return GlobResult(matches=files, truncated=found.truncated, truncation_reason=cut)  # pyright: ignore[reportArgumentType]
+        return GlobResult(matches=files, truncated=answer.truncated, truncation_reason=cut)  # pyright: ignore[reportArgumentType]
 
     async def _upload(self, files: list[tuple[str, bytes]]) -> list[FileUploadResponse]:
         held = await self._slot.get()

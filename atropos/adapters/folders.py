@@ -74,9 +74,9 @@ async def list_folder(held: HeldSlot, path: str) -> list[Entry]:
 
 async def stat(held: HeldSlot, path: str) -> Entry:
     """A file or folder; links are followed. Raises `OSError` and `SandboxError`."""
-    found = (await _run(held, _STAT, path)).strip()
-    size = found[1:].strip()
-    return Entry(path.rstrip("/").rpartition("/")[2], path, found[0] == "d", int(size) if size else None)
+    kind_and_size = (await _run(held, _STAT, path)).strip()
+    size = kind_and_size[1:].strip()
+    return Entry(path.rstrip("/").rpartition("/")[2], path, kind_and_size[0] == "d", int(size) if size else None)
 
 
 async def exists(held: HeldSlot, path: str) -> bool:

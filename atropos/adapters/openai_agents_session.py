@@ -301,13 +301,13 @@ def as_user(argv: list[str], user: str | None) -> tuple[str | None, list[str]]:
 
 def _without(archive: Path, left_out: set[Path]) -> io.IOBase:
     """A copy of an archive, without what is below these paths."""
-    kept = tempfile.TemporaryFile()  # noqa: SIM115
-    with tarfile.open(archive, mode="r:", tarinfo=WholeTar) as old, tarfile.open(fileobj=kept, mode="w") as new:
+    copy = tempfile.TemporaryFile()  # noqa: SIM115
+    with tarfile.open(archive, mode="r:", tarinfo=WholeTar) as old, tarfile.open(fileobj=copy, mode="w") as new:
         for member in old:
             if not should_skip_tar_member(member.name, skip_rel_paths=left_out, root_name=None):
                 new.addfile(member, old.extractfile(member) if member.isreg() else None)
-    kept.seek(0)
-    return kept  # pyright: ignore[reportReturnType]
+    copy.seek(0)
+    return copy  # pyright: ignore[reportReturnType]
 
 
 def _extract(data: io.IOBase, folder: Path) -> None:

@@ -113,11 +113,11 @@ class AtroposRemoteWorkspace(RemoteWorkspace):
                         return
                 except httpx.TransportError:
                     pass
-                said = (await process.read()).decode(errors="replace")[-1000:]
+                output = (await process.read()).decode(errors="replace")[-1000:]
                 if process.exit_code is not None:
-                    raise ConfigError(f"command: the agent server ended with {process.exit_code}: {said}")
+                    raise ConfigError(f"command: the agent server ended with {process.exit_code}: {output}")
                 if time.monotonic() > late:
-                    raise ConfigError(f"start_s: the agent server doesn't answer after {self.start_s:g} s: {said}")
+                    raise ConfigError(f"start_s: the agent server doesn't answer after {self.start_s:g} s: {output}")
                 await asyncio.sleep(POLL_S)
 
     @override

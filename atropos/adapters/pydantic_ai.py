@@ -89,10 +89,10 @@ class AtroposWorkspace(WorkspaceBackend, SupportsCommands, SupportsFilesystem):
     async def working_dir(self) -> str:
         held = await self._held()
         with unavailable(held):
-            found = await held.slot.exec(
+            result = await held.slot.exec(
                 ["/bin/sh", "-c", "pwd -P"], workdir=held.folder, user=held.user, concurrent=True
             )
-        return found.output.removesuffix("\n") if found.ok else held.folder
+        return result.output.removesuffix("\n") if result.ok else held.folder
 
     @override
     @in_event_loop
@@ -123,10 +123,10 @@ class AtroposWorkspace(WorkspaceBackend, SupportsCommands, SupportsFilesystem):
                 f"it took longer than {time_limit(result, timeout)}", stdout=stdout, stderr=stderr
             )
         if result.truncated:
-            kept = len(result.output_bytes)
+            limit = len(result.output_bytes)
             raise WorkspaceOutputLimitError(
-                f"it printed {result.dropped_bytes} bytes more than the {kept} that are kept",
-                limit=kept,
+                f"it printed {result.dropped_bytes} bytes more than the {limit} that are kept",
+                limit=limit,
                 stdout=stdout,
                 stderr=stderr,
             )

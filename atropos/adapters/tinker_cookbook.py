@@ -174,7 +174,7 @@ class AtroposDatasetBuilder(HarborDatasetBuilder):
     """The cookbook's `HarborDatasetBuilder`; `sandbox_factory` is an `AtroposSandboxes`."""
 
     def _make_env_group_builders(self, group_size: int) -> list[HarborEnvGroupBuilder]:
-        made = super()._make_env_group_builders(group_size)
-        for builder in made:
+        builders = super()._make_env_group_builders(group_size)
+        for builder in builders:
             builder.__class__ = AtroposEnvGroupBuilder
-        return made
+        return builders

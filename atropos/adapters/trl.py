@@ -131,8 +131,8 @@ class AtroposSlot:
             tries = 0
             while True:
                 try:
-                    self._held, said = await self._lease(self._pool, row)
-                    return said
+                    self._held, observation = await self._lease(self._pool, row)
+                    return observation
                 except AcquireTimeout as error:
                     raise AcquireTimeout(f"{error}; a batch needs a slot for each of its rollouts") from error
                 except SandboxError as error:
@@ -232,9 +232,9 @@ def _task(row: dict[str, Any], pool: SlotPool) -> Task:
     if not isinstance(folder := row.get("task_dir"), str | Path):
         raise ConfigError("task_dir: the data set needs this column, with the task's folder")
     task = load_task(folder, architecture=pool.architecture)
-    found = fit(task, Room.of(pool.config))
+    fitting = fit(task, Room.of(pool.config))
     if task.steps:
         raise ConfigError(f"{task.path}: a task with steps is no single rollout")
-    if found.refused:
-        raise ConfigError(f"{task.path}: {'; '.join(found.refused)}")
-    return found.sized(task)
+    if fitting.refused:
+        raise ConfigError(f"{task.path}: {'; '.join(fitting.refused)}")
+    return fitting.sized(task)

@@ -107,7 +107,7 @@ class Dialect(ABC):
 class XmlDialect(Dialect):
     """Tools in the system message; a turn's results as XML in one user message. Calls within `<think>` are ignored."""
 
-    def opening(self, task: str, config: AgentConfig, *, exact: bool) -> list[Message]:  # noqa: ARG002 - the same with exact tokens
+    def opening(self, task: str, config: AgentConfig, *, exact: bool) -> list[Message]:  # noqa: ARG002
         """System and user."""
         return [
             {"role": "system", "content": system_text(config.system_prompt, self._schemas, self._parser)},

@@ -157,12 +157,12 @@ def _add_service(app: FastAPI) -> None:
         return ToolSchemas(tools=tuple(request.app.state.executor.tools.schemas()))
 
     @app.post("/prepare", responses=_ERRORS)
-    async def prepared(request: Request, wanted: PrepareImage) -> ImageState:
+    async def prepared(request: Request, body: PrepareImage) -> ImageState:
         """Pull and unpack an image where slots run. The answer is its progress: `ready`, `failed` or the current phase.
 
         Trajectories that name a ready image open at once. Ask again to wait longer, or to try again after a failure.
         """
-        return await tenant_of(request).images.prepare(wanted.image, wanted.wait_s)
+        return await tenant_of(request).images.prepare(body.image, body.wait_s)
 
 
 def _add_trajectories(app: FastAPI) -> None:
@@ -173,18 +173,18 @@ def _add_trajectories(app: FastAPI) -> None:
 
     @app.post("/trajectories", status_code=201, responses={**_ERRORS, 200: {"model": TrajectoryInfo}})
     async def opened(
-        request: Request, response: Response, wanted: OpenTrajectory, idempotency_key: Key = None
+        request: Request, response: Response, body: OpenTrajectory, idempotency_key: Key = None
     ) -> TrajectoryInfo:
         """Open a trajectory with a slot of its own. 200 instead of 201: it was already open under this id or key.
 
         With `image` the slot starts from that image, which is prepared first if it isn't, within the pool's own
         timeout.
         """
-        if wanted.trajectory_id is None and idempotency_key is not None:
+        if body.trajectory_id is None and idempotency_key is not None:
             named = f"k-{hashlib.sha256(idempotency_key.encode()).hexdigest()[:32]}"
-            wanted = wanted.model_copy(update={"trajectory_id": named})
-        trajectory, new = await _of(request).open(wanted)
-        if wanted.trajectory_id is None and await request.is_disconnected():
+            body = body.model_copy(update={"trajectory_id": named})
+        trajectory, new = await _of(request).open(body)
+        if body.trajectory_id is None and await request.is_disconnected():
             await _of(request).end(trajectory.id)  # nobody knows its id
         response.status_code = 201 if new else 200
         response.headers["Location"] = f"/trajectories/{trajectory.id}"

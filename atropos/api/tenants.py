@@ -124,8 +124,8 @@ class Tenants:
         states: dict[str, tuple[int, int, int]] = {}
         for path in [*files, *(each.file for key in self._keys.values() for each in key.secrets.values())]:
             with contextlib.suppress(OSError):
-                found = os.stat(path)
-                states[path] = found.st_ino, found.st_size, found.st_mtime_ns
+                status = os.stat(path)
+                states[path] = status.st_ino, status.st_size, status.st_mtime_ns
         return states
 
     async def reload(self) -> None:

@@ -154,21 +154,20 @@ def _reward(attempt: Attempt | None) -> str:
     return "" if attempt is None else "none" if attempt.reward is None else f"{attempt.reward:g}"
 
 
-def _summary(found: Sequence[TaskFinding]) -> str:
-    counts = {status: sum(finding.status == status for finding in found) for status in STYLE}
-    lowered = sum(len(finding.clamped) for finding in found)
+def _summary(findings: Sequence[TaskFinding]) -> str:
+    counts = {status: sum(finding.status == status for finding in findings) for status in STYLE}
+    lowered = sum(len(finding.clamped) for finding in findings)
     parts = [f"{count} {status}" for status, count in counts.items() if count]
-    said = f"{len(found)} task{'s' * (len(found) != 1)}: {', '.join(parts)}"
-    shared = sum(_mode(finding) == "shared" for finding in found)
+    summary = f"{len(findings)} task{'s' * (len(findings) != 1)}: {', '.join(parts)}"
+    shared = sum(_mode(finding) == "shared" for finding in findings)
     if shared:
-        said += (
-            f"; {shared} ({shared / len(found):.0%}) judged in the agent's slot (shared), where a reward can be rigged"
-        )
-    return f"{said}; {lowered} limits lowered" if lowered else said
+        share = f"{shared / len(findings):.0%}"
+        summary += f"; {shared} ({share}) judged in the agent's slot (shared), where a reward can be rigged"
+    return f"{summary}; {lowered} limits lowered" if lowered else summary
 
 
-def _notes(found: Sequence[TaskFinding]) -> list[str]:
+def _notes(findings: Sequence[TaskFinding]) -> list[str]:
     """What is different here, once for all the tasks that it concerns."""
-    counts = Counter(("note", note) for finding in found for note in finding.notes)
-    counts.update((one.verifier.mode, one.verifier.reason) for one in found if one.verifier is not None)
+    counts = Counter(("note", note) for finding in findings for note in finding.notes)
+    counts.update((one.verifier.mode, one.verifier.reason) for one in findings if one.verifier is not None)
     return [f"{kind}, {count} task{'s' * (count > 1)}: {note}" for (kind, note), count in counts.most_common()]

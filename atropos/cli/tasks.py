@@ -167,13 +167,13 @@ def mirror_command(
     tasks = _read([path], name or (), dataset, variable or ())
     for task, reason in tasks.refused.items():
         typer.echo(visible(f"{task}: left out: {reason}"), err=True)
-    wanted = needs(tasks.tasks)
-    for kind, each in wanted.lines():
+    downloads = needs(tasks.tasks)
+    for kind, each in downloads.lines():
         typer.echo(f"{kind}\t{visible(each)}")
     if only_list:
         return
     store = image_store(None, auth_file, insecure_registry, mirror)
-    failed = fetch(wanted, folder, store, lambda text: typer.echo(visible(f"fetching {text}"), err=True), python)
+    failed = fetch(downloads, folder, store, lambda text: typer.echo(visible(f"fetching {text}"), err=True), python)
     for each in failed:
         typer.echo(visible(each), err=True)
     raise typer.Exit(1 if failed else 0)

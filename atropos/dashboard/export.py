@@ -63,7 +63,7 @@ def atif(entry: StoredTrajectory, details: Details, sampled: Sampled, *, agent: 
         for step, turn in zip(answers, sampled.turns, strict=True):
             _measure(step, turn, sampled)
     facts = {"attempts": entry.attempts, "stop_reason": entry.stop_reason, "seconds_by_phase": entry.phases}
-    kept = {"token_ids": sampled.tokens, "trainer": sampled.trainer, "changes": sampled.changes}
+    extra = {"token_ids": sampled.tokens, "trainer": sampled.trainer, "changes": sampled.changes}
     return {
         "schema_version": ATIF_VERSION,
         "session_id": entry.trajectory_id,
@@ -77,7 +77,7 @@ def atif(entry: StoredTrajectory, details: Details, sampled: Sampled, *, agent: 
             "seconds": entry.seconds,
             **facts,
             "info": details.info,
-            **{name: value for name, value in kept.items() if value},
+            **{name: value for name, value in extra.items() if value},
         },
     }
 

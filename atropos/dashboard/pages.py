@@ -161,5 +161,5 @@ def number_asked(request: web.Request, name: str) -> float | None:
 
 def link(path: str, query: Mapping[str, str], **changed: object) -> str:
     """The address of the same page with other values; a table that is sorted anew begins at its first page."""
-    kept = {name: value for name, value in query.items() if name != "page"}
-    return f"{path}?" + urlencode({**kept, **changed}, errors="backslashreplace")
+    unchanged = {name: value for name, value in query.items() if name != "page"}
+    return f"{path}?" + urlencode({**unchanged, **changed}, errors="backslashreplace")

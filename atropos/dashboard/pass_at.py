@@ -24,9 +24,9 @@ class Attempts:
 
         The unbiased estimate of "Evaluating Large Language Models Trained on Code" (2021), section 2.1.
         """
-        made, failed = len(self.scores), len(self.scores) - self.passed
-        powers = [2**power for power in range(made.bit_length()) if 2**power <= made]
-        return {str(k): round(1 - comb(failed, k) / comb(made, k), 4) for k in powers}
+        total, failed = len(self.scores), len(self.scores) - self.passed
+        powers = [2**power for power in range(total.bit_length()) if 2**power <= total]
+        return {str(k): round(1 - comb(failed, k) / comb(total, k), 4) for k in powers}
 
     def numbers(self) -> dict[str, object]:
         """As JSON."""

@@ -74,9 +74,9 @@ def _spans(masks: Sequence[object]) -> list[tuple[int, int]]:
     """Begin and end of each stretch that was sampled."""
     spans: list[tuple[int, int]] = []
     at = 0
-    for given, run in groupby(masks, lambda label: label == MASKED):
+    for masked, run in groupby(masks, lambda label: label == MASKED):
         length = sum(1 for _ in run)
-        if not given:
+        if not masked:
             spans.append((at, at + length))
         at += length
     return spans

@@ -51,9 +51,9 @@ class ItemRates:
     pass_at: dict[str, float]
 
     @classmethod
-    def of(cls, item: str, made: Attempts) -> ItemRates:
+    def of(cls, item: str, rates: Attempts) -> ItemRates:
         """Of its attempts."""
-        return cls(item, len(made.scores), made.passed, fmean(made.scores), made.pass_at())
+        return cls(item, len(rates.scores), rates.passed, fmean(rates.scores), rates.pass_at())
 
     @property
     def rate(self) -> float:
@@ -84,7 +84,7 @@ class RatesTable:
         overall = rates.mean()
         ks = sorted(overall, key=int)
         order = Order.asked(asked, _columns(ks), "item")
-        rows = [ItemRates.of(item, made) for item, made in rates.items.items()]
+        rows = [ItemRates.of(item, scores) for item, scores in rates.items.items()]
         return cls(order.sorted(rows), ks, overall, order)
 
 

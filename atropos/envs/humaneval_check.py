@@ -73,8 +73,8 @@ except BaseException as error:
     os._exit(1)
 for line in asked:
     try:
-        given = ast.literal_eval(bytes.fromhex(line.strip().decode()).decode("utf-8", "surrogatepass"))
-        answer(encode(function(*given)))
+        arguments = ast.literal_eval(bytes.fromhex(line.strip().decode()).decode("utf-8", "surrogatepass"))
+        answer(encode(function(*arguments)))
     except BaseException as error:
         answer("!" + type(error).__name__ + ": " + str(error)[:500])
 """
@@ -94,9 +94,9 @@ class Solution:
         self.process, self.asks, self.answers = process, process.stdin, process.stdout
         self.buffer = b""
 
-    def __call__(self, *given: object) -> object:
+    def __call__(self, *arguments: object) -> object:
         """Call the solution."""
-        return self.ask(given)
+        return self.ask(arguments)
 
     def ask(self, value: object) -> object:
         """Send one tuple of plain data and await one value of plain data.
@@ -197,6 +197,6 @@ if __name__ == "__main__":
     with open(sys.argv[1], encoding="utf-8") as file:
         asked = json.load(file)
     with open(sys.argv[2], encoding="utf-8", errors="replace") as file:
-        given = file.read()
-    verdict = judge(asked, given)
+        source = file.read()
+    verdict = judge(asked, source)
     print(json.dumps(verdict))

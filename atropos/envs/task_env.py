@@ -49,13 +49,13 @@ class _Attempt:
 
     Attributes:
         snapshot: the group's workspace that it started from; None: it builds its own.
-        kept: the agent's workspace, while a step of its task is verified in another slot.
+        agents_work: the agent's workspace, while a step of its task is verified in another slot.
         verdicts: on the steps of its task.
         details: of each verdict, by the step's name.
     """
 
     snapshot: Snapshot | None
-    kept: Snapshot | None = None
+    agents_work: Snapshot | None = None
     verdicts: list[Verdict] = field(default_factory=list[Verdict])
     details: dict[str, dict[str, object]] = field(default_factory=dict[str, dict[str, object]])
 
@@ -190,8 +190,8 @@ class TaskEnv(DatasetEnv):
             return await super().run_trajectory(item, trajectory_id, member)
         finally:
             del self._attempts[trajectory_id]
-            if attempt.kept is not None:
-                await attempt.kept.drop()
+            if attempt.agents_work is not None:
+                await attempt.agents_work.drop()
 
     async def setup_trajectory_workspace(
         self,
@@ -276,7 +276,7 @@ class TaskEnv(DatasetEnv):
     async def _begin_step(self, step: Task, trajectory_id: str) -> None:
         """Remove what the last verification left, and make what the step adds."""
         attempt = self._attempts[trajectory_id]
-        snapshot, attempt.kept = attempt.kept, None
+        snapshot, attempt.agents_work = attempt.agents_work, None
         if snapshot is not None:
             async with snapshot:
                 await self.executor.release_trajectory(trajectory_id)
@@ -296,7 +296,7 @@ class TaskEnv(DatasetEnv):
 
         async def fresh() -> Slot:
             if item.steps and task is not item.steps[-1]:
-                self._attempts[trajectory_id].kept = await slot.snapshot()
+                self._attempts[trajectory_id].agents_work = await slot.snapshot()
             return await self._fresh_slot(item, trajectory_id, task.verifier)
 
         try:

@@ -94,7 +94,7 @@ class Target:
 
     def spool(self, source: Iterator[bytes]) -> IO[bytes]:
         """A file without a name that holds a stream."""
-        file = open(os.open(self._folder, os.O_RDWR | os.O_TMPFILE, 0o600), "w+b")  # noqa: SIM115 (as long as this program)
+        file = open(os.open(self._folder, os.O_RDWR | os.O_TMPFILE, 0o600), "w+b")  # noqa: SIM115 (its user closes it)
         for chunk in source:
             self._left -= len(chunk)
             if self._left < 0:

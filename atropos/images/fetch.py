@@ -82,12 +82,12 @@ class Fetch:
         """Get a layer; what goes wrong ends the program."""
 
         def take(piece: bytes) -> bool:
-            left = memoryview(piece)
+            rest = memoryview(piece)
             with contextlib.suppress(BrokenPipeError):  # who unpacks it has refused it, and says why
-                while left:
-                    left = left[os.write(to, left) :]
+                while rest:
+                    rest = rest[os.write(to, rest) :]
             self._report(len(piece))
-            return not left
+            return not rest
 
         try:
             self._registry.blob(digest, size, take)

@@ -42,8 +42,8 @@ def find(auth_file: str | None, host: str, path: str) -> Login | None:
                 raise ValueError(f"image_store.auth_file: {file}: {error.strerror}") from None
             continue
         for name in _names(host, path):
-            if (found := _of(data, name)) is not None:
-                return found
+            if (login := _of(data, name)) is not None:
+                return login
     return None
 
 
@@ -67,12 +67,12 @@ def _names(host: str, path: str) -> Iterator[str]:
 
 def _of(data: dict[str, Any], name: str) -> Login | None:
     helper = _table(data, "credHelpers").get(name) or data.get("credsStore")
-    kept = _table(data, "auths").get(name)
-    if isinstance(helper, str) and (found := _helped(helper, name)) is not None:
-        return found
-    if not isinstance(kept, dict):
+    stored = _table(data, "auths").get(name)
+    if isinstance(helper, str) and (login := _helped(helper, name)) is not None:
+        return login
+    if not isinstance(stored, dict):
         return None
-    entry = cast("dict[str, object]", kept)
+    entry = cast("dict[str, object]", stored)
     if token := entry.get("identitytoken"):
         return Login("", str(token))
     with contextlib.suppress(ValueError):
@@ -82,8 +82,8 @@ def _of(data: dict[str, Any], name: str) -> Login | None:
 
 
 def _table(data: dict[str, Any], key: str) -> dict[str, Any]:
-    found = data.get(key)
-    return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+    value = data.get(key)
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
 def _helped(helper: str, name: str) -> Login | None:
@@ -93,7 +93,7 @@ def _helped(helper: str, name: str) -> Login | None:
         output = subprocess.run(
             command, input=name, capture_output=True, text=True, timeout=HELPER_S, check=True
         ).stdout
-        given = json.loads(output)
-        user, secret = str(given["Username"]), str(given["Secret"])
+        answer = json.loads(output)
+        user, secret = str(answer["Username"]), str(answer["Secret"])
         return Login("" if user == "<token>" else user, secret)
     return None

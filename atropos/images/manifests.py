@@ -48,7 +48,7 @@ def parse(data: bytes, what: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{what}: no JSON: {error}") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{what}: not an object")  # noqa: TRY004 (what was read is wrong, not a type here)
+        raise ValueError(f"{what}: not an object")  # noqa: TRY004 (it was read)
     return cast("dict[str, Any]", value)
 
 
@@ -91,7 +91,7 @@ def config_digest(manifest: dict[str, Any]) -> str:
         raise ValueError(SCHEMA_1)
     config: object = manifest.get("config")
     if not isinstance(config, dict):
-        raise ValueError("its manifest names no configuration")  # noqa: TRY004 (what was read is wrong, not a type here)
+        raise ValueError("its manifest names no configuration")  # noqa: TRY004 (it was read)
     return check_digest(cast("dict[str, Any]", config).get("digest"))
 
 

@@ -256,8 +256,8 @@ def _token(place: _Repository, asked: dict[str, str], known: login.Login | None)
         for name, value in (_basic(known) if known else {}).items():
             request.add_unredirected_header(name, value)
     with place.opener.open(request, timeout=SILENT_S) as response:
-        given = parse(response.read(MAX_JSON_BYTES + 1), "a token")
-    return given.get("token") or given.get("access_token")
+        granted = parse(response.read(MAX_JSON_BYTES + 1), "a token")
+    return granted.get("token") or granted.get("access_token")
 
 
 def _pause(pauses: Iterator[float], error: Exception) -> None:
@@ -272,8 +272,8 @@ def _reason(error: urllib.error.HTTPError) -> str:
     """What a registry says of an error (OCI distribution specification, error codes)."""
     with contextlib.suppress(ValueError, *_BROKE_OFF):
         body: IO[bytes] = error
-        said = parse(body.read(MAX_JSON_BYTES + 1), "an error")
-        words = [str(each.get("message") or each.get("code")) for each in objects(said, "errors")]
+        answer = parse(body.read(MAX_JSON_BYTES + 1), "an error")
+        words = [str(each.get("message") or each.get("code")) for each in objects(answer, "errors")]
         if words:
             return f"{'; '.join(' '.join(each.split()) for each in words):.500} (HTTP status {error.code})"
     return f"HTTP status {error.code}"

@@ -27,16 +27,16 @@ def repack(layer: str, to: int) -> None:
         ImageRefused: it has changed since it was unpacked.
     """
     record = f"{layer}/{RECORD}"
-    left = tar_record.tar_size(record) or 0
+    remaining = tar_record.tar_size(record) or 0
     top = os.open(f"{layer}/files", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     with contextlib.closing(Folders(top, _make)) as folders, open(record, "rb", buffering=0) as file:
         for raw, path, size in tar_record.read(file):
-            data = memoryview(raw)[:left]
-            left -= len(data)
+            data = memoryview(raw)[:remaining]
+            remaining -= len(data)
             while data:
                 data = data[os.write(to, data) :]
             if path:
-                left -= size
+                remaining -= size
                 _send(folders, path, size, to)
 
 

@@ -167,11 +167,11 @@ class Arrival:
 
 
 async def _write(pipe: int, data: bytes) -> None:
-    left = memoryview(data)
+    rest = memoryview(data)
     with contextlib.suppress(BrokenPipeError):  # who reads it has ended, and said why
-        while left:
+        while rest:
             try:
-                left = left[os.write(pipe, left) :]
+                rest = rest[os.write(pipe, rest) :]
             except BlockingIOError:
                 await _writable(pipe)
 

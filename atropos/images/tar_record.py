@@ -86,9 +86,9 @@ def read(record: IO[bytes]) -> Iterator[tuple[bytes, str, int]]:
     def take(size: int) -> bytes:
         while len(buffer) < size:
             buffer.extend(next(stream))
-        taken = bytes(buffer[:size])
+        part = bytes(buffer[:size])
         del buffer[:size]
-        return taken
+        return part
 
     for piece in stream:
         buffer += piece

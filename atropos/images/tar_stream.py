@@ -100,9 +100,9 @@ class TarStream:
         """As a file's, forward alone."""
         if position < self.tell():
             raise ValueError("a tar that leads back")
-        left = position - self.tell()
-        while left and (some := self._recorded(left)):
-            left -= len(some)
+        remaining = position - self.tell()
+        while remaining and (some := self._recorded(remaining)):
+            remaining -= len(some)
 
     def finish(self) -> str:
         """Read to the end; the SHA-256 of everything."""

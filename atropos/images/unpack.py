@@ -189,13 +189,13 @@ class Layer:
         if member.issparse():
             source = tar.extractfile(member)
             assert source is not None
-            found = iter(lambda: source.read(CHUNK), b"")
+            pieces = iter(lambda: source.read(CHUNK), b"")
         else:
-            found = stream.content(path, member.size)
+            pieces = stream.content(path, member.size)
             self.end = member.offset_data + member.size
         content = written = 0
         """Bytes that are no holes, and those up to which the file is there."""
-        for piece in found:
+        for piece in pieces:
             size += len(piece)
             if not piece[0] and not piece[-1] and bytes(piece).count(0) == len(piece):
                 os.lseek(fd, size, os.SEEK_SET)  # a hole stays one

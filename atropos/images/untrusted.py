@@ -58,13 +58,13 @@ def _gunzipped(packed: Iterable[bytes]) -> Iterator[bytes]:
     """All members of a gzip file, as gzip(1) reads them: zeros may follow the last one."""
     member = None
     for piece in packed:
-        left = piece
-        while left := (left if member else left.lstrip(b"\0")):
+        rest = piece
+        while rest := (rest if member else rest.lstrip(b"\0")):
             member = member or isal_zlib.decompressobj(wbits=31)
-            yield member.decompress(left, PIECE_BYTES)
-            left = member.unconsumed_tail
+            yield member.decompress(rest, PIECE_BYTES)
+            rest = member.unconsumed_tail
             if member.eof:
-                left, member = member.unused_data, None
+                rest, member = member.unused_data, None
     if member is not None:
         raise EOFError("compressed file ended before the end-of-stream marker was reached")
 

@@ -109,7 +109,7 @@ def _made(extensions: str, signer: str | None = None) -> str:
         raise TimeoutError(f"{PROGRAM} took more than {_MAKE_S:g} s") from None
     finally:
         os.close(held)
-    key, found, certificate = done.stdout.partition(_CERTIFICATE)
-    if done.returncode or not found:
+    key, separator, certificate = done.stdout.partition(_CERTIFICATE)
+    if done.returncode or not separator:
         raise OSError(f"{PROGRAM} can't make a certificate: {done.stderr.strip()[-300:]}")
-    return f"{found}{certificate}{key}"
+    return f"{separator}{certificate}{key}"

@@ -64,14 +64,14 @@ class Forwarding:
             EgressRefused: a secret would come back in its answer.
         """
         # the origin is the one that was judged, whatever the program wrote into its own Host (RFC 9112, 3.2.2)
-        kept = [pair for pair in _end_to_end(request.headers) if pair[0] != b"host"]
+        forwarded = [pair for pair in _end_to_end(request.headers) if pair[0] != b"host"]
         if self.insertion is not None:
             if request.method in _ECHOED:
                 raise EgressRefused(
                     f"{request.method.decode()} is answered with the request, and this host's has a secret"
                 )
-            kept = self.insertion.into(kept)
-        headers = [(b"host", authority), *kept, (b"connection", b"close")]
+            forwarded = self.insertion.into(forwarded)
+        headers = [(b"host", authority), *forwarded, (b"connection", b"close")]
         asked = h11.Request(method=request.method, target=target, headers=headers)
         await race(self._up(asked), self._down())
 

@@ -34,8 +34,8 @@ class Insertion:
     def into(self, headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
         """A request's headers (names in lower case) with the secrets instead of what the program wrote there."""
         replaced = _DROPPED.union(name for name, _ in self.headers)
-        kept = [pair for pair in headers if pair[0] not in replaced]
-        return [*kept, *self.headers, (b"accept-encoding", b"identity")]
+        others = [pair for pair in headers if pair[0] not in replaced]
+        return [*others, *self.headers, (b"accept-encoding", b"identity")]
 
 
 class SlotSecrets:
@@ -58,13 +58,13 @@ class SlotSecrets:
             port: that is connected to.
             tls: what the program begins with, TLS or a request; None: what is expected on this port.
         """
-        found = [each for each in self._secrets if each.matches(name, port)]
-        ended = any(each.tls for each in found)
-        found = [each for each in found if each.tls == ended]
-        if not found or tls not in {None, ended}:
+        matching = [each for each in self._secrets if each.matches(name, port)]
+        ended = any(each.tls for each in matching)
+        matching = [each for each in matching if each.tls == ended]
+        if not matching or tls not in {None, ended}:
             return None
-        values = [part for each in found for part in credentials(each.value)]
-        headers = {each.header: each.value for each in reversed(found)}  # of two for one header the first
+        values = [part for each in matching for part in credentials(each.value)]
+        headers = {each.header: each.value for each in reversed(matching)}  # of two for one header the first
         return Insertion(tuple(headers.items()), self._authority if ended else None, Blot(values))
 
 
@@ -82,13 +82,13 @@ class Blot:
 
     def out_of(self, data: bytes) -> bytes:
         """Whole data without them."""
-        found, lowered = bytearray(data), data.lower()
+        blotted, lowered = bytearray(data), data.lower()
         for each in self._spellings:
             at = lowered.find(each)
             while at >= 0:
-                found[at : at + len(each)] = b"*" * len(each)
+                blotted[at : at + len(each)] = b"*" * len(each)
                 at = lowered.find(each, at + 1)
-        return bytes(found)
+        return bytes(blotted)
 
     def unfinished(self, data: bytes) -> int:
         """How many bytes at the end of data may be the beginning of one."""
@@ -116,16 +116,16 @@ class BlottedStream:
 
 def _spellings(value: bytes) -> list[bytes]:
     text = value.decode()
-    found = [
+    spellings = [
         value,
         value.hex().encode(),
         quote(text, safe="").encode(),
         quote(text).encode(),
         html.escape(text).encode(),
     ]
-    found += [json.dumps(text)[1:-1].encode(), json.dumps(text)[1:-1].replace("/", "\\/").encode()]
+    spellings += [json.dumps(text)[1:-1].encode(), json.dumps(text)[1:-1].replace("/", "\\/").encode()]
     for before in range(3):  # within a longer text its first and last characters depend on the neighbours
         whole = (before + len(value)) * 8 // 6
-        found.append(base64.b64encode(bytes(before) + value)[(0, 2, 3)[before] : whole])
-    found += [each.translate(bytes.maketrans(b"+/", b"-_")) for each in found[-3:]]
-    return found
+        spellings.append(base64.b64encode(bytes(before) + value)[(0, 2, 3)[before] : whole])
+    spellings += [each.translate(bytes.maketrans(b"+/", b"-_")) for each in spellings[-3:]]
+    return spellings

@@ -80,8 +80,8 @@ async def relay(
     try:
         admit()
         request = await head(connection, reader)
-        given = dict(request.headers).get(b"proxy-authorization", b"")
-        if credentials is not None and not hmac.compare_digest(given, credentials):
+        authorization = dict(request.headers).get(b"proxy-authorization", b"")
+        if credentials is not None and not hmac.compare_digest(authorization, credentials):
             await answer(connection, writer, 407, "the proxy needs its password\n")
             return
         host, port, target = _destination(request)
@@ -238,8 +238,8 @@ def look_up(name: str, port: int) -> list[Address]:
     Raises:
         OSError: there is none.
     """
-    found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(plain(ipaddress.ip_address(str(item[4][0]).partition("%")[0])) for item in found))
+    infos = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(plain(ipaddress.ip_address(str(item[4][0]).partition("%")[0])) for item in infos))
 
 
 async def connect(

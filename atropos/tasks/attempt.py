@@ -68,7 +68,7 @@ class TaskRun:
     progress: Progress = lambda _: None
     mode: Literal["task"] | Mode = "task"
     image: str = ""
-    kept: Snapshot | None = None
+    agents_work: Snapshot | None = None
     slot: Slot | None = None
     so_far: Attempt = Attempt()
 
@@ -80,8 +80,8 @@ class TaskRun:
     async def end(self) -> None:
         """Give back what it holds."""
         await self._release()
-        if self.kept is not None:
-            await self.kept.drop()
+        if self.agents_work is not None:
+            await self.agents_work.drop()
 
     async def _release(self) -> None:
         slot, self.slot = self.slot, None
@@ -159,10 +159,10 @@ class TaskRun:
 
     async def _back(self) -> None:
         """From a separate verifier's slot back to the agent's, where that one is needed again."""
-        if self.kept is not None:
+        if self.agents_work is not None:
             await self._release()
-            async with self.kept as snapshot:
-                self.kept = None
+            async with self.agents_work as snapshot:
+                self.agents_work = None
                 self.slot = await self.images.pool.acquire(self.name, snapshot=snapshot, limits=self.task.limits)
             await workspace.start_main_process(self.slot, self.task)
 
@@ -173,7 +173,7 @@ class TaskRun:
 
         async def fresh() -> Slot:
             if keep:
-                self.kept = await slot.snapshot()
+                self.agents_work = await slot.snapshot()
             if task.verifier is None:
                 return await self._lease(self.task, self.image)
             return await self._lease(task.verifier, (await self.images.prepare(task.verifier)).image)

@@ -269,9 +269,9 @@ def _problems(attempts: dict[str, Attempt]) -> list[str]:
 
 def _cure(text: str) -> str:
     """What may help where an image of a registry can't be had."""
-    if (found := _PULLED.search(text)) is None:
+    if (match := _PULLED.search(text)) is None:
         return ""
-    host, slash, _ = found["name"].removeprefix("docker://").partition("/")
+    host, slash, _ = match["name"].removeprefix("docker://").partition("/")
     host = host if slash and (set(".:") & set(host) or host == "localhost") else "docker.io"
     return (
         f"; pass --mirror {host}=HOST[/PATH] where another registry has it, --insecure-registry HOST:PORT for one "

@@ -105,16 +105,16 @@ def _layer(registry: Registry, digest: str, size: int, file: Path) -> None:
 
 def _blob(repository: Path, folder: Path, digest: str, fill: Callable[[Path], None]) -> None:
     """Have a blob in a repository: a link to where it is once."""
-    kept = folder / "blobs" / digest
-    if not kept.exists():
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        part = kept.with_name(f"{digest}.part")
+    blob = folder / "blobs" / digest
+    if not blob.exists():
+        blob.parent.mkdir(parents=True, exist_ok=True)
+        part = blob.with_name(f"{digest}.part")
         fill(part)
-        part.rename(kept)
+        part.rename(blob)
     link = repository / "blobs" / f"sha256:{digest}"
     link.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
-        link.symlink_to(os.path.relpath(kept, link.parent))
+        link.symlink_to(os.path.relpath(blob, link.parent))
 
 
 def _write(path: Path, data: bytes) -> None:

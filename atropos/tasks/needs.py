@@ -72,13 +72,13 @@ def needs(tasks: Iterable[Task]) -> SetNeeds:
                     addresses.add(step.address)
                 elif isinstance(step, Run):
                     scripts.add((_shell_text(step.command), one.context))
-    found = [SetNeeds(addresses=tuple(addresses)), *(_fetched(text, near) for text, near in scripts)]
+    parts = [SetNeeds(addresses=tuple(addresses)), *(_fetched(text, near) for text, near in scripts)]
     return SetNeeds(
         images=tuple(sorted(images)),
-        wheels=tuple(sorted({each for one in found for each in one.wheels})),
-        uv=tuple(sorted({each for one in found for each in one.uv})),
-        debian=tuple(sorted({each for one in found for each in one.debian})),
-        addresses=tuple(sorted({each for one in found for each in one.addresses})),
+        wheels=tuple(sorted({each for one in parts for each in one.wheels})),
+        uv=tuple(sorted({each for one in parts for each in one.uv})),
+        debian=tuple(sorted({each for one in parts for each in one.debian})),
+        addresses=tuple(sorted({each for one in parts for each in one.addresses})),
     )
 
 
@@ -112,13 +112,13 @@ def _fetched(script: str, near: Path) -> SetNeeds:
     wheels: set[tuple[str, tuple[str, ...]]] = set()
     debian: set[str] = set()
     for words in (_with_files(words, near) for words in _commands(script)):
-        if (found := _installed(words)) is not None:
-            wheels.add(found)
+        if (requirements := _installed(words)) is not None:
+            wheels.add(requirements)
         elif words[0] in {"apt", "apt-get"} and "install" in words:
             options = pairwise(words[words.index("install") :])
             debian.update(each for before, each in options if before not in _RELEASE and _PACKAGE.fullmatch(each))
     addresses = {each.rstrip(".,") for each in _URL.findall(_uncommented(script))}
-    uv = {found[1] or "" for each in addresses if (found := _UV.fullmatch(each))}
+    uv = {match[1] or "" for each in addresses if (match := _UV.fullmatch(each))}
     rest = {each for each in addresses if not _UV.fullmatch(each)}
     return SetNeeds(wheels=tuple(wheels), uv=tuple(uv), debian=tuple(debian), addresses=tuple(rest))
 
@@ -151,17 +151,17 @@ def _commands(script: str) -> Iterator[list[str]]:
 
 def _with_files(words: Sequence[str], near: Path) -> list[str]:
     """Words with what requirements files list in the place of their options, as far as they are near."""
-    found, left = list[str](), iter(words)
-    for word in left:
+    expanded, rest = list[str](), iter(words)
+    for word in rest:
         option, equals, name = word.partition("=")
         if option not in {"-r", "--requirement", "--requirements"}:
-            found.append(word)
+            expanded.append(word)
             continue
-        file = near / Path(name if equals else next(left, "")).name
+        file = near / Path(name if equals else next(rest, "")).name
         if file.is_file():
             lines = (re.split(r"\s*(?:#|;|\s-)", line, maxsplit=1)[0] for line in _text(file).splitlines())
-            found.extend(re.sub(r"\s", "", line) for line in lines if line and not line.startswith("-"))
-    return found
+            expanded.extend(re.sub(r"\s", "", line) for line in lines if line and not line.startswith("-"))
+    return expanded
 
 
 def _installed(words: Sequence[str]) -> tuple[str, tuple[str, ...]] | None:
@@ -179,24 +179,24 @@ def _installed(words: Sequence[str]) -> tuple[str, tuple[str, ...]] | None:
 
 def _parsed(words: Sequence[str], *, one: bool = False, named: bool = True) -> tuple[str, tuple[str, ...]] | None:
     """Requirements among words; `one`: the first word that is no option is the program, which is one if `named`."""
-    python, found = "", list[str]()
-    left = iter(words)
-    for word in left:
+    python, requirements = "", list[str]()
+    rest = iter(words)
+    for word in rest:
         option, equals, value = word.partition("=")
         if option in _VALUED and option.startswith("-"):
-            value = value if equals else next(left, "")
+            value = value if equals else next(rest, "")
             if option in {"-p", "--python"}:
                 python = value
             elif option in {"-w", "--with", "--from"}:
-                found.extend(filter(_is_requirement, value.split(",")))
+                requirements.extend(filter(_is_requirement, value.split(",")))
         elif not word.startswith("-"):
             if (named or not one) and _is_requirement(word):
-                found.append(word)
+                requirements.append(word)
             if one:
                 break
-    pinned = {_plain(each) for each in found if _plain(each) != each}
-    kept = tuple(sorted({each for each in found if each not in pinned}))
-    return (python, kept) if kept else None
+    pinned = {_plain(each) for each in requirements if _plain(each) != each}
+    chosen = tuple(sorted({each for each in requirements if each not in pinned}))
+    return (python, chosen) if chosen else None
 
 
 def _plain(requirement: str) -> str:

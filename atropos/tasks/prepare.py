@@ -96,7 +96,7 @@ class _PlannedStage:
 class _PreparedBefore:
     """A task that was prepared once, what it became, and the key of its last step."""
 
-    given: Task
+    original: Task
     task: Task
     key: str
 
@@ -248,13 +248,13 @@ class TaskImages:
             task = task.on(BuildInputs(settings, self.pool.architecture), prebuilt=prebuilt is not None)
         return task, images
 
-    async def _prepare(self, given: Task, report: Progress) -> tuple[Task, ImageInfo]:
-        before = self._before.get(id(given))
+    async def _prepare(self, original: Task, report: Progress) -> tuple[Task, ImageInfo]:
+        before = self._before.get(id(original))
         if before is not None and (image := await self.pool.find_built(before.key)) is not None:
-            await _with_machines(given, lambda machine: self._ready(machine, report))
+            await _with_machines(original, lambda machine: self._ready(machine, report))
             self.counters["hits"] += 1
             return before.task, image
-        task, images = await self._pulled(given, report)
+        task, images = await self._pulled(original, report)
         task = await _with_machines(task, lambda machine: self._ready(machine, report))
         plan = await asyncio.to_thread(self._plan, task, images)
         key = plan[_LAST].steps[-1].key
@@ -265,7 +265,7 @@ class TaskImages:
             image = await self._stage(_Build(task, plan, report, count, end), _LAST)
         else:
             self.counters["hits"] += 1
-        self._before[id(given)] = _PreparedBefore(given, task, key)
+        self._before[id(original)] = _PreparedBefore(original, task, key)
         return task, image
 
     async def _ready(self, machine: Task, report: Progress) -> Task:

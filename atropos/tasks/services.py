@@ -266,11 +266,11 @@ async def _owner(users: Iterable[tuple[_Part, ServiceVolume]]) -> tuple[_Part, S
 async def _make_empty(part: _Part, folder: str, mode: str) -> None:
     """What a new file system in memory would be: nothing of the image's is there, and anyone writes there."""
     path = shlex.quote(folder)
-    made = await exec_plain(
+    result = await exec_plain(
         part.slot, f"mkdir -p {path} && find {path}/ -mindepth 1 -delete && chmod {mode} {path}", user="0"
     )
-    if made.exit_code != 0:
-        raise part.broken(f"can't have tmpfs at {folder}", made.output)
+    if result.exit_code != 0:
+        raise part.broken(f"can't have tmpfs at {folder}", result.output)
 
 
 async def _fill(slot: Slot, volume: ServiceVolume, place: str) -> None:
@@ -281,9 +281,9 @@ async def _fill(slot: Slot, volume: ServiceVolume, place: str) -> None:
         script += f" && if [ -d {target} ]; then cp -a {target}/. {path}; fi"
     if source is not None and source.is_file():
         script = f"mkdir -p {shlex.quote(posixpath.dirname(place))}"
-    made = await exec_plain(slot, script, user="0")
-    if made.exit_code != 0:
-        raise command_failure("mkdir", made)
+    result = await exec_plain(slot, script, user="0")
+    if result.exit_code != 0:
+        raise command_failure("mkdir", result)
     if source is None or not source.exists():
         return
     if source.is_dir():

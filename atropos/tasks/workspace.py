@@ -238,13 +238,15 @@ async def clear(slot: Slot, task: Task) -> None:
 
 def _removal(folder: str, volumes: Sequence[ServiceVolume]) -> str:
     """A line that removes a folder, but for its volumes' own folders, and what can't be written there."""
-    kept: set[str] = set()
+    mount_points: set[str] = set()
     for volume in volumes:
         if f"{volume.target}/".startswith(f"{folder}/"):
             path = re.sub(r"[*?\[\\]", r"\\\g<0>", volume.target)
-            kept.update(map(str, (path, *PurePosixPath(path).parents[:-1])), [f"{path}/*"] if volume.read_only else ())
-    if not kept:
+            mount_points.update(
+                map(str, (path, *PurePosixPath(path).parents[:-1])), [f"{path}/*"] if volume.read_only else ()
+            )
+    if not mount_points:
         return f"rm -rf {folder}"
-    others = " ".join(f"! -path {shlex.quote(path)}" for path in sorted(kept))
+    others = " ".join(f"! -path {shlex.quote(path)}" for path in sorted(mount_points))
     emptied = f"find {folder} -depth {others} -delete"  # twice: a service may write beside it
     return f"if [ -L {folder} ] || [ ! -d {folder} ]; then rm -f {folder}; else {emptied} || {emptied}; fi"

@@ -293,7 +293,7 @@ class TestFiles:
         await use("write_file", path="lines", content="import os\r\nclass É:\r\n\r\n    end\n")
         if not ripgrep:
             await use("terminal", command="rm -f $(which -a rg)")
-        wanted = {
+        line_numbers = {
             "^class": 2,
             "S É:$": 2,
             "c.ass .:": 2,
@@ -303,7 +303,7 @@ class TestFiles:
             r":\r$": 2,
             r"^\x0d": 3,
         }
-        for pattern, number in wanted.items():
+        for pattern, number in line_numbers.items():
             result = await use("search_files", pattern=pattern, path="lines", ignore_case=True)
             assert result.output.startswith(f"lines:{number}:"), (pattern, result)
 

@@ -301,10 +301,10 @@ class ToolExecutor:
         async with self._call(trajectory):
             slot = await self._leased(trajectory)
             await trajectory.end_sessions(self.config.limits)
-            trajectory.left = await slot.snapshot()
+            trajectory.parked = await slot.snapshot()
             trajectory.slot = None
             await slot.release()
-            return await self.start_from(fork_id, trajectory.left)
+            return await self.start_from(fork_id, trajectory.parked)
 
     async def _leased(
         self,
@@ -324,7 +324,7 @@ class ToolExecutor:
         with trajectory.requesting("pool"):
             slot = await self.pool.acquire(
                 trajectory.id,
-                snapshot=snapshot or trajectory.left,
+                snapshot=snapshot or trajectory.parked,
                 network=network,
                 image=image,
                 limits=limits,
@@ -335,7 +335,7 @@ class ToolExecutor:
             await slot.release()
             raise LeaseExpired(f"trajectory {trajectory.id!r} was released while it waited for a slot")
         trajectory.slot = slot
-        await trajectory.drop_left()
+        await trajectory.drop_parked()
         try:
             await self._check_isolation(slot)
         except SandboxError as error:
@@ -391,7 +391,7 @@ class ToolExecutor:
             trajectory.idle.clear()
             await set_within(trajectory.idle, INTERRUPT_S)
         # Each by itself: a failed recording or a lost slot must not keep the rest from being released.
-        steps: list[Awaitable[object]] = [self._store_recordings(trajectory), trajectory.drop_left()]
+        steps: list[Awaitable[object]] = [self._store_recordings(trajectory), trajectory.drop_parked()]
         if trajectory.slot is not None:
             steps.append(trajectory.slot.release())
         if trajectory.life is not None and self._server is not None:

@@ -31,7 +31,7 @@ class TrajectoryState:
     id: str
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     slot: Slot | None = None
-    left: Snapshot | None = None
+    parked: Snapshot | None = None
     """What the next slot starts from, where the last one was given back for a fork's."""
     acquire_s: float = 0.0
     state: dict[str, object] = field(default_factory=dict[str, object])
@@ -49,12 +49,12 @@ class TrajectoryState:
     @property
     def empty(self) -> bool:
         """Whether there is nothing to release: no slot, nothing on a ToolServer, no unanswered call."""
-        nothing = self.slot is None and self.left is None and self.life is None and not self.unanswered
+        nothing = self.slot is None and self.parked is None and self.life is None and not self.unanswered
         return nothing and self.broken is None
 
-    async def drop_left(self) -> None:
+    async def drop_parked(self) -> None:
         """Drop the snapshot of a slot that was given back, if there is one."""
-        snapshot, self.left = self.left, None
+        snapshot, self.parked = self.parked, None
         if snapshot is not None:
             await snapshot.drop()
 

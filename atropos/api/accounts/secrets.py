@@ -45,15 +45,15 @@ def read_secrets(secrets: Mapping[str, SecretSettings], what: str) -> tuple[Egre
     Raises:
         ConfigError: a file can't be read, or a setting is wrong; names it, without the secret.
     """
-    found: list[EgressSecret] = []
+    parsed: list[EgressSecret] = []
     for name, each in secrets.items():
         where = f"{what}.secrets.{name}"
         try:
-            found.append(each.read())
+            parsed.append(each.read())
         except UnicodeDecodeError:
             raise ConfigError(f"{where}: {each.file} has more than ASCII") from None
         except OSError as error:
             raise ConfigError(f"{where}.file: {each.file}: {error.strerror}") from None
         except ValidationError as error:
             raise ConfigError(f"{where}: {wrong_settings(error)}") from None
-    return tuple(found)
+    return tuple(parsed)

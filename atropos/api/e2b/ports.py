@@ -94,8 +94,8 @@ class SandboxHosts:
 
     def server_in(self, headers: Iterable[tuple[bytes, bytes]]) -> SandboxServer | None:
         """The server that a request's host names; None: it names none."""
-        found = _SERVER.fullmatch(self.name_in(headers) or "")
-        return None if found is None else SandboxServer(int(found[1]), found[2])
+        match = _SERVER.fullmatch(self.name_in(headers) or "")
+        return None if match is None else SandboxServer(int(match[1]), match[2])
 
     def needs_no_token(self, request: h11.Request) -> bool:
         """Whether a request is for a server in a sandbox, which decides itself whom it answers."""

@@ -66,8 +66,8 @@ def _build(request: Request) -> Build:
 
 async def create(request: Request) -> Response:
     """`POST /v3/templates`."""
-    wanted = messages.parse(messages.NewTemplate, await connect.body_of(request, MAX_BUILD_BYTES))
-    build, named = await _templates(request).request(wanted)
+    body = messages.parse(messages.NewTemplate, await connect.body_of(request, MAX_BUILD_BYTES))
+    build, named = await _templates(request).request(body)
     name = build.template.name
     return JSONResponse(
         {
@@ -106,8 +106,8 @@ async def upload(request: Request) -> Response:
 async def start(request: Request) -> Response:
     """`POST /v2/templates/{id}/builds/{id}`."""
     build = _build(request)
-    wanted = messages.parse(messages.StartBuild, await connect.body_of(request, MAX_BUILD_BYTES))
-    _templates(request).start(build, wanted)
+    body = messages.parse(messages.StartBuild, await connect.body_of(request, MAX_BUILD_BYTES))
+    _templates(request).start(build, body)
     return Response(status_code=202)
 
 
@@ -115,8 +115,8 @@ async def status(request: Request) -> Response:
     """`GET /templates/{id}/builds/{id}/status`."""
 
     def number(name: str, default: int) -> int:
-        given = request.query_params.get(name, "")
-        return int(given) if given.isdecimal() and len(given) < 8 else default
+        text = request.query_params.get(name, "")
+        return int(text) if text.isdecimal() and len(text) < 8 else default
 
     return JSONResponse(_build(request).info(number("logsOffset", 0), number("limit", LOG_PAGE)))
 
@@ -134,21 +134,21 @@ async def tags(request: Request) -> Response:
 
 async def assign_tags(request: Request) -> Response:
     """`POST /templates/tags`."""
-    wanted = messages.parse(messages.AssignedTags, await connect.body_of(request, MAX_BUILD_BYTES))
-    build = _templates(request).build_of(wanted.target)
+    body = messages.parse(messages.AssignedTags, await connect.body_of(request, MAX_BUILD_BYTES))
+    build = _templates(request).build_of(body.target)
     if build is None:
-        raise RpcError("not_found", f"template {wanted.target[:200]!r} was not found")
-    build.template.tag(build, wanted.tags)
-    return JSONResponse({"buildID": build.id, "tags": [*wanted.tags]}, 201)
+        raise RpcError("not_found", f"template {body.target[:200]!r} was not found")
+    build.template.tag(build, body.tags)
+    return JSONResponse({"buildID": build.id, "tags": [*body.tags]}, 201)
 
 
 async def drop_tags(request: Request) -> Response:
     """`DELETE /templates/tags`."""
-    wanted = messages.parse(messages.DroppedTags, await connect.body_of(request, MAX_BUILD_BYTES))
-    template = _templates(request).get(wanted.name)
-    if missing := [tag for tag in wanted.tags if tag not in template.tags]:
+    body = messages.parse(messages.DroppedTags, await connect.body_of(request, MAX_BUILD_BYTES))
+    template = _templates(request).get(body.name)
+    if missing := [tag for tag in body.tags if tag not in template.tags]:
         raise RpcError("not_found", f"template {template.name!r} has no tag {missing[0]!r}")
-    for tag in wanted.tags:
+    for tag in body.tags:
         template.tags.pop(tag, None)
     return Response(status_code=204)
 

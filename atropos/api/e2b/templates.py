@@ -124,8 +124,8 @@ class Template:
 
     def find(self, reference: str) -> Build | None:
         """A build by its id or a tag."""
-        found = self.tags.get(reference)
-        return self.builds.get(reference) if found is None else found[0]
+        tagged = self.tags.get(reference)
+        return self.builds.get(reference) if tagged is None else tagged[0]
 
 
 class Templates:
@@ -151,10 +151,10 @@ class Templates:
         Raises:
             RpcError: there is none.
         """
-        found = self.find(reference)
-        if found is None:
+        template = self.find(reference)
+        if template is None:
             raise RpcError("not_found", f"template {reference[:200]!r} was not found")
-        return found
+        return template
 
     def build_of(self, reference: str) -> Build | None:
         """The build that `NAME[:TAG]` or `NAME:BUILD` means; None: no template is called so.

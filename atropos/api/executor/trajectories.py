@@ -208,8 +208,8 @@ class Trajectories:
 
     def slot_of(self, trajectory_id: str) -> Slot | None:
         """The slot of an open one; None: there is none. Prolongs nothing."""
-        found = self._open.get(trajectory_id)
-        return None if found is None else self._executor.held_slot(found.key)
+        trajectory = self._open.get(trajectory_id)
+        return None if trajectory is None else self._executor.held_slot(trajectory.key)
 
     async def open(self, wanted: OpenTrajectory) -> tuple[Trajectory, bool]:
         """Open a trajectory with a slot of its own; with the id of an open one, that one.

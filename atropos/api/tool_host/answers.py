@@ -34,7 +34,7 @@ async def bounded(value: object, *, result_bytes: int, data_bytes: int) -> ToolR
         ToolError: it can't be written as JSON.
     """
     if isinstance(value, ToolResult):
-        given = value
+        result = value
     elif isinstance(value, str):
         text, dropped = await cut(value, result_bytes)
         return ToolResult(success=True, output=text, truncated=bool(dropped), dropped_bytes=dropped)
@@ -44,18 +44,18 @@ async def bounded(value: object, *, result_bytes: int, data_bytes: int) -> ToolR
         weight, whole = await weigh(value)
         if not whole or weight > data_bytes:
             return _beginning(value, weight, result_bytes)
-        given = as_result(value)
+        result = as_result(value)
     update: dict[str, object] = {}
-    output, dropped = await cut(given.output, result_bytes)
+    output, dropped = await cut(result.output, result_bytes)
     if dropped:
-        update |= {"output": output, "truncated": True, "dropped_bytes": given.dropped_bytes + dropped}
-    if given.error is not None and len(given.error) > result_bytes:
-        update["error"] = given.error[:result_bytes]
-    if given.data is not None:
-        weight, whole = await weigh(given.data)
+        update |= {"output": output, "truncated": True, "dropped_bytes": result.dropped_bytes + dropped}
+    if result.error is not None and len(result.error) > result_bytes:
+        update["error"] = result.error[:result_bytes]
+    if result.data is not None:
+        weight, whole = await weigh(result.data)
         if not whole or weight > data_bytes:
             update["data"] = None
-    return given.model_copy(update=update) if update else given
+    return result.model_copy(update=update) if update else result
 
 
 async def cut(text: str, most: int) -> tuple[str, int]:

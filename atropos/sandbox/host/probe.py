@@ -52,11 +52,11 @@ libc = {name: _ctypes.dlsym(handle, name) for name in ("syscall", "socket", "prc
 calls = {"x86_64": {"clone3": 435, "keyctl": 250, "bpf": 321, "perf_event_open": 298, "io_uring_setup": 425},
          "aarch64": {"clone3": 435, "keyctl": 219, "bpf": 280, "perf_event_open": 241, "io_uring_setup": 425}}
 calls = calls.get(os.uname().machine, {})
-found = {}
+results = {}
 def refused(name, *arguments):
     return _ctypes.call_function(libc[name], arguments) == -1
 def check(name, passed, detail=""):
-    found[name] = [bool(passed), str(detail)]
+    results[name] = [bool(passed), str(detail)]
 def can(function, *arguments):
     try:
         function(*arguments)
@@ -152,7 +152,7 @@ for child in children:
 import _json
 def text(value):
     return _json.encode_basestring_ascii(value)
-print("{" + ",".join(f'{text(k)}:[{"true" if v[0] else "false"},{text(v[1])}]' for k, v in found.items()) + "}")
+print("{" + ",".join(f'{text(k)}:[{"true" if v[0] else "false"},{text(v[1])}]' for k, v in results.items()) + "}")
 """
 
 _EGRESS = r"""

@@ -106,8 +106,8 @@ def _share(folder: str, plan: CellPlan) -> tuple[int, int]:
     Raises:
         OSError: not for one of the largest size.
     """
-    found = os.statvfs(folder)
-    room = found.f_bavail * found.f_frsize // 10 * 9
+    status = os.statvfs(folder)
+    room = status.f_bavail * status.f_frsize // 10 * 9
     largest = _image_bytes(plan.mib, plan.inodes)
     if room < largest:
         raise OSError(errno.ENOSPC, f"one takes {largest // _MIB} MiB, and the disk has room for {room // _MIB}")
@@ -128,12 +128,12 @@ def resize(image: int, cell: str, mib: int) -> None:
         there = os.fstatvfs(balloon)
         if (rest := there.f_bavail * there.f_frsize - (mib + 1) * _MIB) > 0:  # 1 MiB: the volume's own folders
             os.posix_fallocate(balloon, 0, rest)
-        taken = sorted(_extents(balloon))
+        extents = sorted(_extents(balloon))
     finally:
         os.close(balloon)
-    for at, size in taken:
+    for at, size in extents:
         syscalls.punch_hole(image, at, size)
-    _reserve(image, taken)
+    _reserve(image, extents)
 
 
 def _reserve(image: int, but: Sequence[tuple[int, int]]) -> None:
@@ -155,14 +155,14 @@ def _extents(fd: int) -> Iterator[tuple[int, int]]:
     head, extent, most = struct.Struct("QQIIII"), struct.Struct("QQQ16xI12x"), 512
     start, last = 0, 0
     while not last:
-        found = bytearray(head.size + extent.size * most)
-        head.pack_into(found, 0, start, 2**64 - 1 - start, _FIEMAP_SYNC, 0, most, 0)
-        fcntl.ioctl(fd, _FS_IOC_FIEMAP, found)
-        *_, count, _, _ = head.unpack_from(found)
+        buffer = bytearray(head.size + extent.size * most)
+        head.pack_into(buffer, 0, start, 2**64 - 1 - start, _FIEMAP_SYNC, 0, most, 0)
+        fcntl.ioctl(fd, _FS_IOC_FIEMAP, buffer)
+        *_, count, _, _ = head.unpack_from(buffer)
         if not count:
             return
         for number in range(count):
-            logical, at, size, flags = extent.unpack_from(found, head.size + extent.size * number)
+            logical, at, size, flags = extent.unpack_from(buffer, head.size + extent.size * number)
             yield at, size
             start, last = logical + size, flags & _FIEMAP_LAST
 

@@ -47,10 +47,10 @@ _SPARE_FILES = 64
 
 @dataclass(eq=False)
 class SlotTraffic:
-    """One slot's use of the network. `left`: bytes it may still move, both ways together; `moved`: so far."""
+    """One slot's use of the network. `budget`: bytes it may still move, both ways together; `moved`: so far."""
 
     rules: Policy | Narrowed
-    left: int
+    budget: int
     connections: int
     moved: int = 0
     closed: bool = False
@@ -66,9 +66,9 @@ class SlotTraffic:
         Raises:
             OutOfBytes: there are none left.
         """
-        self.left -= count
+        self.budget -= count
         self.moved += count
-        if self.left < 0:
+        if self.budget < 0:
             raise OutOfBytes("this slot has sent or received as many bytes as it may (egress_mib)")
 
     def cut(self) -> None:
@@ -95,7 +95,7 @@ class SlotTraffic:
         """
         if len(self.tasks) > self.connections:
             raise EgressRefused(f"this slot has {self.connections} connections open already; close some first")
-        self.spend(0 if self.left else 1)
+        self.spend(0 if self.budget else 1)
 
 
 class Proxy:
@@ -178,11 +178,11 @@ class Proxy:
         Raises:
             OSError: there can't be one.
         """
-        found = [HostSecret.of(**each) for each in secrets]
-        ended = [rule for each in found if each.tls for rule in each.rules]
+        host_secrets = [HostSecret.of(**each) for each in secrets]
+        ended = [rule for each in host_secrets if each.tls for rule in each.rules]
         signer = await asyncio.to_thread(Authority.make, ended) if ended else None
         if (account := self._accounts.get(number)) is not None:
-            account.secrets = SlotSecrets(found, signer)
+            account.secrets = SlotSecrets(host_secrets, signer)
         return None if signer is None else signer.pem
 
     def drop(self, number: int) -> int:
@@ -295,11 +295,11 @@ async def serve(server: socket.socket, allow: list[str], deny: list[str], slots:
 
     async def entrust(order: dict[str, Any]) -> None:
         try:
-            said = {"authority": await proxy.entrust(order["entrust"], order["secrets"])}
+            answer = {"authority": await proxy.entrust(order["entrust"], order["secrets"])}
         except OSError as error:
-            said = {"refused": str(error)}
+            answer = {"refused": str(error)}
         with contextlib.suppress(OSError):
-            server.send(json.dumps({"done": order["serial"], **said}).encode())
+            server.send(json.dumps({"done": order["serial"], **answer}).encode())
 
     def readable() -> None:
         while True:

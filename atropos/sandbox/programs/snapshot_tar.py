@@ -225,13 +225,13 @@ class _Parts(io.RawIOBase):
     def _data(self, size: int) -> bytes:
         got = b""
         while size > len(got) and self._parts:
-            start, left = self._parts[0]
-            piece = os.pread(self._file.fileno(), min(left, size - len(got)), start)
+            start, length = self._parts[0]
+            piece = os.pread(self._file.fileno(), min(length, size - len(got)), start)
             if not piece:
                 break
             got += piece
-            self._parts[0] = (start + len(piece), left - len(piece))
-            if len(piece) == left:
+            self._parts[0] = (start + len(piece), length - len(piece))
+            if len(piece) == length:
                 del self._parts[0]
         return got
 
@@ -278,10 +278,10 @@ class Unpacker:
         # Folders last: making things in them changes their times, and a mode may forbid it.
         for folder, info in zip(reversed(self._made), reversed(self._headers), strict=True):
             _finish(self._folders.open(folder), info)
-        left = _TRAILING
+        allowed = _TRAILING
         while data := source.read(_COPY):
-            left -= len(data)
-            if left < 0:
+            allowed -= len(data)
+            if allowed < 0:
                 raise NotASnapshot("bytes without end after the archive")
 
     def _place(self, path: str, under: str | None) -> tuple[LayerFolder, str]:
@@ -364,10 +364,10 @@ def _fill(fd: int, tar: tarfile.TarFile, info: tarfile.TarInfo) -> None:
         end = start + size
         source.seek(start, os.SEEK_SET)
         os.lseek(fd, start, os.SEEK_SET)
-        left = size
-        while left and (data := source.read(min(_COPY, left))):
+        remaining = size
+        while remaining and (data := source.read(min(_COPY, remaining))):
             write_all(fd, data)
-            left -= len(data)
+            remaining -= len(data)
     os.ftruncate(fd, info.size)
 
 

@@ -243,9 +243,9 @@ class PoolImages:
         Not where one of these can give it a registry's image.
         """
         elsewhere = [each for each, task in self._tasks_of(name).items() if task.done() and not _failed(task)]
-        given = name.startswith("docker://") and any(each.architecture == link.architecture for each in elsewhere)
+        shareable = name.startswith("docker://") and any(each.architecture == link.architecture for each in elsewhere)
         until = self._failed_at.get(failed, -math.inf) + ASK_AGAIN_S
-        return self._state.now() < until and bool(elsewhere) and not given
+        return self._state.now() < until and bool(elsewhere) and not shareable
 
     def _prepared(self, task: asyncio.Task[ImageInfo]) -> None:
         if _failed(task):  # retrieved, since no one may be waiting for it

@@ -61,12 +61,12 @@ def _below(folder: str, prefix: str) -> Iterator[tuple[str, str, os.stat_result]
             yield from _below(entry.path, f"{prefix}{entry.name}/")
 
 
-def _member(name: str, path: str, found: os.stat_result, seen: dict[tuple[int, int], str]) -> tarfile.TarInfo | None:
+def _member(name: str, path: str, status: os.stat_result, seen: dict[tuple[int, int], str]) -> tarfile.TarInfo | None:
     """The header of a file, folder, link or FIFO; None for anything else. `seen`: names of files that have several."""
     member = tarfile.TarInfo(name)
-    member.mode, member.mtime = stat.S_IMODE(found.st_mode), int(found.st_mtime)
+    member.mode, member.mtime = stat.S_IMODE(status.st_mode), int(status.st_mtime)
     member.uname = member.gname = "root"
-    kind = stat.S_IFMT(found.st_mode)
+    kind = stat.S_IFMT(status.st_mode)
     if kind == stat.S_IFDIR:
         member.type = tarfile.DIRTYPE
     elif kind == stat.S_IFLNK:
@@ -75,22 +75,22 @@ def _member(name: str, path: str, found: os.stat_result, seen: dict[tuple[int, i
         member.type = tarfile.FIFOTYPE
     elif kind != stat.S_IFREG:
         return None
-    elif found.st_nlink > 1 and (first := seen.setdefault((found.st_dev, found.st_ino), name)) != name:
+    elif status.st_nlink > 1 and (first := seen.setdefault((status.st_dev, status.st_ino), name)) != name:
         member.type, member.linkname = tarfile.LNKTYPE, first
     else:
-        member.size = found.st_size
+        member.size = status.st_size
     return member
 
 
 def _content(path: str, size: int, buffer: bytearray) -> Iterator[bytes]:
     """Add a file's content to the buffer, which is given away whenever it is full."""
-    left = size
+    remaining = size
     with open(path, "rb", buffering=0) as source:
-        while left:
-            data = source.read(min(left, PIECE_BYTES))
+        while remaining:
+            data = source.read(min(remaining, PIECE_BYTES))
             if not data:
                 raise OSError(errno.EIO, "became shorter while it was read", path)
-            left -= len(data)
+            remaining -= len(data)
             buffer += data
             if len(buffer) >= PIECE_BYTES:
                 yield bytes(buffer)

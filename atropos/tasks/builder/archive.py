@@ -220,11 +220,11 @@ _PLACES = {"u": 6, "g": 3, "o": 0}
 """Of whose bits are where in a mode."""
 
 
-def changed_mode(mode: int, wanted: int | str | None, *, folder: bool) -> int:
+def changed_mode(mode: int, change: int | str | None, *, folder: bool) -> int:
     """A mode after `chmod`, whose symbolic form has `[ugoa]*[-+=]([ugo]+|[rwxXst]*)` as its parts."""
-    if wanted is None or isinstance(wanted, int):
-        return mode if wanted is None else wanted
-    for part in wanted.split(","):
+    if change is None or isinstance(change, int):
+        return mode if change is None else change
+    for part in change.split(","):
         who = re.match("[ugoa]*", part)
         assert who is not None
         places = [place for place in "ugo" if not who[0] or "a" in who[0] or place in who[0]]

@@ -30,26 +30,26 @@ folders, others = sys.argv[4:4 + count], sys.argv[4 + count:]
 def below(path, tops):
     return any(path == top or path.startswith(top.rstrip("/") + "/") for top in tops)
 def files(path):  # by their names in a folder; None: they are too many, or there are pipes or sockets
-    found, size = {}, 0
+    by_name, size = {}, 0
     for at, _, names in [("", [], [""])] if os.path.isfile(path) else os.walk(path):
         for source in (os.path.join(at, name) if at else path for name in names):
             if os.path.isfile(source):
-                found[source[len(path) + 1:]] = source
+                by_name[source[len(path) + 1:]] = source
                 size += os.path.getsize(source)
             elif not os.path.islink(source):
                 return None
-        if size > most or len(found) > most_files:
+        if size > most or len(by_name) > most_files:
             return None
-    return found
+    return by_name
 def copy(source, target):
     with open(source, "rb") as read, open(target, "wb") as write:
         write.write(read.read())
     os.chmod(target, os.stat(source).st_mode & 0o777)
-def replace(link, end, found, put):
+def replace(link, end, by_name, put):
     os.unlink(link)
     if os.path.isdir(end):
         os.mkdir(link)
-    for name, source in found.items():
+    for name, source in by_name.items():
         target = os.path.join(link, name) if name else link
         os.makedirs(os.path.dirname(target), exist_ok=True)
         put(source, target)
@@ -72,9 +72,9 @@ def put(source, target):
         copy(source, target)
 for link, end in ends.items():
     if os.stat(end).st_ctime >= began and not any(below(each, [end]) for each in (*folders, "/proc")):
-        found = files(end)
-        if found is not None:
-            replace(link, end, found, put)
+        by_name = files(end)
+        if by_name is not None:
+            replace(link, end, by_name, put)
 if not others:
     sys.exit()
 into, left, most_chars, *tops = others
@@ -91,8 +91,8 @@ def modules(info):  # the top-level names of a package that was installed since 
         if not stat.S_ISREG(status.st_mode) or status.st_ctime < began:
             return set()
         lines = open(record, errors="replace").read(most_chars).splitlines()
-        found = {line.replace(",", "/").split("/")[0] for line in lines}
-        return found - {"", "..", "__pycache__"} | {os.path.basename(info)}
+        names = {line.replace(",", "/").split("/")[0] for line in lines}
+        return names - {"", "..", "__pycache__"} | {os.path.basename(info)}
     except OSError:
         return set()
 def link(source, target):

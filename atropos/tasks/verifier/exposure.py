@@ -21,7 +21,8 @@ _BUILDS = (
 )
 _UNPICKLES = r"\b(?:pickle|dill|cloudpickle|joblib|torch|marshal)\.loads?\(|\ballow_pickle\s*=\s*True"
 _CALLS = (
-    r"\b(?:subprocess\.\w+|os\.(?:system|popen|exec\w+|spawn\w+)|Popen|check_output|check_call|execSync|spawnSync|spawn)"
+    r"\b(?:subprocess\.\w+|os\.(?:system|popen|exec\w+|spawn\w+)|Popen|check_output|check_call"
+    r"|execSync|spawnSync|spawn)"
     r"\(\s*[\[(]?"
 )
 

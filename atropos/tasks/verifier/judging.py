@@ -25,18 +25,18 @@ _STATE = 'read -r up _ </proc/uptime && read -r one </proc/1/stat && echo && ech
 """Prints, as its last line, the seconds since the machine's start and what the kernel says of PID 1."""
 
 
-async def judge(slot: Slot, task: Task, found: Surroundings) -> Verdict:
+async def judge(slot: Slot, task: Task, surroundings: Surroundings) -> Verdict:
     """Run the tests, and once more where they took too long without having computed for it.
 
     A host that stalls, or is busy with others, keeps tests from the CPU; so may what they wait for in vain.
     """
     limit_s = task.config.verifier.timeout_sec
-    if found.company and task.scoring != "pytest":
+    if surroundings.company and task.scoring != "pytest":
         await _watch_company(slot, task)
-    result, used_s = await _run_tests(slot, task, found)
+    result, used_s = await _run_tests(slot, task, surroundings)
     if result.timed_out and used_s < USED * limit_s:
         _log.warning("%s: its tests took %g s and computed for %.1f: they run again", task.name, limit_s, used_s)
-        result, used_s = await _run_tests(slot, task, found)
+        result, used_s = await _run_tests(slot, task, surroundings)
     if result.timed_out:
         raise VerifierFailed(
             f"{task.name}: /tests/{task.test_script} took longer than {limit_s:g} s, and computed for {used_s:.1f}"
@@ -44,12 +44,12 @@ async def judge(slot: Slot, task: Task, found: Surroundings) -> Verdict:
     return await read_verdict(slot, task, result)
 
 
-async def _run_tests(slot: Slot, task: Task, found: Surroundings) -> tuple[ExecResult, float]:
+async def _run_tests(slot: Slot, task: Task, surroundings: Surroundings) -> tuple[ExecResult, float]:
     """How the tests ended, and where they took too long for how many seconds they computed."""
     profile = await profile_of(slot, task, task.verifier_settings)
-    found = await with_links(slot, image_variables(task), found)
-    if found.holds(home_of(profile)) and "HOME" not in task.config.verifier.env:
-        if found.home is None:
+    surroundings = await with_links(slot, image_variables(task), surroundings)
+    if surroundings.holds(home_of(profile)) and "HOME" not in task.config.verifier.env:
+        if surroundings.home is None:
             raise VerifierFailed(f"{task.name}: the agent's slot names another home than its image")
         profile = await move_in(slot, profile)
     if slot.network:
@@ -61,7 +61,7 @@ async def _run_tests(slot: Slot, task: Task, found: Surroundings) -> tuple[ExecR
     chown = "" if user is None else f"chown -R {user.uid}:{user.gid} /tests /logs/verifier && "
     if held or user is not None:
         await exec_plain(slot, f"{chown}chmod +x {script}")
-    env = environment(task, profile, found)
+    env = environment(task, profile, surroundings)
     operation = profile.applied(
         wire.Exec(command=script, env=env, clean_env=True, timeout_s=task.config.verifier.timeout_sec)
     )

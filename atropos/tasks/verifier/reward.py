@@ -173,6 +173,6 @@ def _numbers(text: str) -> dict[str, float]:
     numbers: dict[str, float] = {}
     for key, number in cast("dict[str, object]", value).items():
         if not isinstance(number, int | float):  # true is 1, as Harbor reads it
-            raise ValueError(f"{number!r:.100} is not a number")  # noqa: TRY004 (what was read is wrong, not a type here)
+            raise ValueError(f"{number!r:.100} is not a number")  # noqa: TRY004 (it was read)
         numbers[key] = _finite(float(number))
     return numbers

@@ -45,9 +45,9 @@ def venvs_made(texts: TaskTexts, workdir: str) -> tuple[str, ...]:
 
 def _made(script: str, workdir: str) -> Iterator[str]:
     moves = (match.start() for match in _MOVE.finditer(script) if match[1].rstrip("/") != workdir)
-    left = next(moves, len(script))  # relative paths are of another folder from here on
+    moved_at = next(moves, len(script))  # relative paths are of another folder from here on
     for match in _MAKES.finditer(script):
-        if match[1].startswith("/") or match.start(1) < left:
+        if match[1].startswith("/") or match.start(1) < moved_at:
             yield posixpath.normpath(posixpath.join(workdir, match[1]))
 
 

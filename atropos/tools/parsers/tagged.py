@@ -22,7 +22,8 @@ _PARAMETER_END = re.compile(
     r"|\n(?=<parameter=[^>\n]{1,200}>\n|</function>\s*</tool_call>(?!\s*</parameter>))"
 )
 _OPENED_OR_ENDED = re.compile(
-    rf"(?P<opened><function=[^>\n]{{1,200}}>(?=\s*(?:<parameter=|</function>)))|(?P<closed></function>)|{_PARAMETER_END.pattern}"
+    r"(?P<opened><function=[^>\n]{1,200}>(?=\s*(?:<parameter=|</function>)))|(?P<closed></function>)"
+    rf"|{_PARAMETER_END.pattern}"
 )
 _FUNCTION_END = re.compile(r"\s*(?:</function>\s*(?:</tool_call>)?|</tool_call>)")
 _CALL_END = re.compile(r"\s*</tool_call>")

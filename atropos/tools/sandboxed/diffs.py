@@ -311,12 +311,12 @@ def near_miss(lines: list[str], wanted: list[str]) -> str:
     return f"the most similar lines begin at line {at + 1}:\n{_show(lines, at, len(wanted))}"
 
 
-def _closest(lines: list[str], wanted: list[str]) -> tuple[int, float]:
+def _closest(lines: list[str], target: list[str]) -> tuple[int, float]:
     """The index of the lines that are most similar to the wanted ones, and their similarity."""
-    wanted = wanted[:40]
-    anchor = max(range(len(wanted)), key=lambda index: len(wanted[index]))
+    target = target[:40]
+    anchor = max(range(len(target)), key=lambda index: len(target[index]))
     matcher = difflib.SequenceMatcher(autojunk=False)
-    matcher.set_seq2(wanted[anchor][:_COMPARED_CHARS])
+    matcher.set_seq2(target[anchor][:_COMPARED_CHARS])
 
     def at_most(index: int) -> float:
         matcher.set_seq1(lines[index][:_COMPARED_CHARS])

@@ -112,12 +112,12 @@ def _replaced(path: str, old: str, new: str, before: bytes, *, replace_all: bool
     return before.replace(old_bytes, new_bytes)
 
 
-def _places(text: bytes, wanted: bytes) -> str:
+def _places(text: bytes, piece: bytes) -> str:
     places: list[str] = []
-    at = text.find(wanted)
+    at = text.find(piece)
     while at >= 0 and len(places) < 10:
         places.append(str(text.count(b"\n", 0, at) + 1))
-        at = text.find(wanted, at + len(wanted))
+        at = text.find(piece, at + len(piece))
     return ", ".join(places) + (", …" if at >= 0 else "")
 
 

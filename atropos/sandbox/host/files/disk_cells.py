@@ -95,34 +95,34 @@ class DiskCells:
 
     def _take_from_free(self) -> dict[str, int]:
         """The free cells that give up theirs, so that all fit, and how much; they are not free until they have."""
-        taken: dict[str, int] = {}
+        donors: dict[str, int] = {}
         while self._room < 0:
             cell = next(each for each in self._free if self._sizes[each])
             self._free.remove(cell)
-            taken[cell] = self._sizes.pop(cell)
-        return taken
+            donors[cell] = self._sizes.pop(cell)
+        return donors
 
-    async def _resize(self, cell: str, mib: int, taken: dict[str, int]) -> None:
-        """Give a cell another size, once those that give up theirs have done so: `taken`, which are free then."""
+    async def _resize(self, cell: str, mib: int, donors: dict[str, int]) -> None:
+        """Give a cell another size, once those that give up theirs have done so: `donors`, which are free then."""
 
         def resize(cell: str, mib: int) -> None:
             disks.resize(self._entered.images[int(os.path.basename(cell))], cell, mib)
 
         async with self._resizing:  # what one gives up is the disk's before the next one takes it
-            kept = dict(taken)
+            unreleased = dict(donors)
             try:
-                for each in taken:
+                for each in donors:
                     await asyncio.to_thread(resize, each, 0)
-                    del kept[each]
+                    del unreleased[each]
                 await asyncio.to_thread(resize, cell, mib)
             except OSError as error:
-                self._sizes.update(kept)
+                self._sizes.update(unreleased)
                 self._sizes[cell] = 0
                 with contextlib.suppress(OSError):
                     await asyncio.to_thread(resize, cell, 0)
                 raise SandboxError(f"files on disk: no room for {mib} MiB more ({error.strerror})") from error
             finally:
-                self._put_back(*taken)
+                self._put_back(*donors)
 
     def _put_back(self, *cells: str) -> None:
         self._free.extend(cells)

@@ -103,8 +103,8 @@ class RootChanger:
                 return fd
 
             top = kept(os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
-            found = kept(syscalls.open_in_root(top, source))
-            tree = kept(syscalls.detached_mount(f"/proc/self/fd/{found}"))
+            source_fd = kept(syscalls.open_in_root(top, source))
+            tree = kept(syscalls.detached_mount(f"/proc/self/fd/{source_fd}"))
             syscalls.setns(slot, syscalls.CLONE_NEWNS)
             try:
                 folder = stat.S_ISDIR(os.fstat(tree).st_mode)

@@ -56,7 +56,7 @@ class View:
         layers: the folders that the slot's root is stacked of, topmost first.
         written: how many of them, from the top, leases wrote; the others are images'.
         below: the folders that the view's own root is stacked of.
-        wanted: what is shown.
+        order: what it is to show.
         quiet: no program runs in the slot.
         empty: an empty folder.
         copies: a folder on the topmost layer's file system, for copies of it.
@@ -65,7 +65,7 @@ class View:
     layers: tuple[str, ...]
     written: int
     below: tuple[str, ...]
-    wanted: ViewFolders
+    order: ViewFolders
     quiet: bool
     empty: str
     copies: str
@@ -79,7 +79,7 @@ class View:
     @cached_property
     def programs(self) -> tuple[str, ...]:
         """Those folders of programs that the view's root has."""
-        return tuple(path for path in self.wanted.programs if self._has_programs(path))
+        return tuple(path for path in self.order.programs if self._has_programs(path))
 
     def _has_programs(self, path: str) -> bool:
         with contextlib.ExitStack() as opened:
@@ -96,7 +96,7 @@ class View:
         Raises:
             NotSupported: a folder can't be in the view's root.
         """
-        named = {os.path.normpath(f"/{folder.lstrip('/')}") for folder in self.wanted.folders}
+        named = {os.path.normpath(f"/{folder.lstrip('/')}") for folder in self.order.folders}
         for folder in sorted(named):
             if folder == "/" or folder.split("/")[1] in {"proc", "dev", "sys", ".atropos"}:
                 raise NotSupported(f"view: {folder} can't be shown on another root")
@@ -109,7 +109,7 @@ class View:
         return tuple(chosen)
 
     def _optional(self) -> Iterator[str]:
-        for folder in self.wanted.optional:
+        for folder in self.order.optional:
             if self._may_show(folder) and not self._find(self.below, folder)[1]:
                 yield folder
 
@@ -139,7 +139,7 @@ class View:
             NotSupported: a folder can't be in the view's root.
         """
         folders = self.shown
-        if not (self.quiet or self.wanted.as_layer) or self.written > 1 or self.layers[1:] != self.below:
+        if not (self.quiet or self.order.as_layer) or self.written > 1 or self.layers[1:] != self.below:
             return None
 
         def fill(top: str, most: int) -> int:
@@ -216,8 +216,8 @@ class View:
                     links.add(folder, top)
             for folder in links.unfit():  # a mount has reached the sandbox already, where a remount does not
                 self._mount_one(volume, len(folders) + folders.index(folder), folder, None, opened)
-        if self.wanted.home is not None:
-            self._mount_home(volume, self.wanted.home)
+        if self.order.home is not None:
+            self._mount_home(volume, self.order.home)
 
     def _mount_one(
         self, volume: Volume, number: int, folder: str, links: view_links.Links | None, opened: contextlib.ExitStack

@@ -47,7 +47,7 @@ class JournalEntry:
     lease_id: str
     number: str
     state: Literal["queued", "running", "done"] = "queued"
-    kept: bool = False
+    retained: bool = False
     answer: Reply | Fault | None = None
     size: int = 0
     traceparent: str | None = None
@@ -150,9 +150,9 @@ class Journal:
 
     def keep(self, entry: JournalEntry) -> None:
         """Keep an answer given by HTTP, which nobody acknowledges, for a repeated request."""
-        if entry.kept:
+        if entry.retained:
             return
-        entry.kept = True
+        entry.retained = True
         self._kept.append(entry)
         self._kept_bytes += entry.size
         while self._kept_bytes > KEPT_BYTES:

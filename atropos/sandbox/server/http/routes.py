@@ -221,8 +221,8 @@ class Routes:
 
     async def mount(self, request: web.Request) -> web.Response:
         """POST /v1/leases/{id}/mounts."""
-        wanted = await _body(request, MountRequest)
-        return answer(await self._core.workspaces.mount(request.match_info["id"], wanted))
+        body = await _body(request, MountRequest)
+        return answer(await self._core.workspaces.mount(request.match_info["id"], body))
 
     def _snapshot(self, request: web.Request) -> StoredSnapshot:
         snapshot = self._core.state.snapshots.by_id.get(request.match_info["id"])
@@ -281,11 +281,11 @@ class Routes:
     async def give(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/images/{id}/layers?wanted=0,3: an image for another server, with the layers that are wanted."""
         try:
-            wanted = [int(each) for each in filter(None, request.query.get("wanted", "").split(","))]
+            numbers = [int(each) for each in filter(None, request.query.get("wanted", "").split(","))]
         except ValueError:
             raise web.HTTPBadRequest(text="wanted: numbers, separated by commas, are needed") from None
         response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
-        async with self._core.state.host.store.give(request.match_info["id"], wanted) as chunks:
+        async with self._core.state.host.store.give(request.match_info["id"], numbers) as chunks:
             return await _streamed(request, response, chunks)
 
     async def take(self, request: web.Request) -> web.Response:

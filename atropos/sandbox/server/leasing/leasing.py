@@ -76,8 +76,8 @@ class Leasing:
         """
         base = self._check(request)
         try:
-            room, kept = self._config.room(request.limits), self._config.kept_room(request.limits)
-            held = self._table.grant(request, self._state.now(), room, kept)
+            room, for_joins = self._config.room(request.limits), self._config.kept_room(request.limits)
+            held = self._table.grant(request, self._state.now(), room, for_joins)
         except SandboxError:
             self._state.counters["leases_refused"] += 1
             raise

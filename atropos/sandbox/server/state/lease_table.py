@@ -48,7 +48,7 @@ class HeldLease:
     renewed_at: float
     gpus: tuple[int, ...] = ()
     """The numbers of its GPUs."""
-    kept: Resources = NOTHING
+    for_joins: Resources = NOTHING
     """The part of its room that is kept for leases that join it."""
     state: Literal["starting", "active", "ending"] = "starting"
     code: str = ""
@@ -169,8 +169,8 @@ class LeaseTable:
         """What the retired slots may still use."""
         return sum(self.retired.values(), NOTHING)
 
-    def grant(self, request: LeaseRequest, now: float, room: Resources, kept: Resources = NOTHING) -> HeldLease:
-        """Decide a request for `room`, of which some may be `kept` for leases that join it.
+    def grant(self, request: LeaseRequest, now: float, room: Resources, for_joins: Resources = NOTHING) -> HeldLease:
+        """Decide a request for `room`, of which `for_joins` is for leases that join it.
 
         Asked again with its `lease_id`: the same lease, or why that is over.
 
@@ -205,7 +205,7 @@ class LeaseTable:
         self.epoch += 1
         gpus = tuple(number for number, _ in self._free_gpus.most_common(room.gpus)) if room.gpus else ()
         self._free_gpus.subtract(gpus)
-        held = HeldLease(request, self._free.popleft(), room, self.epoch, now, now, gpus, kept)
+        held = HeldLease(request, self._free.popleft(), room, self.epoch, now, now, gpus, for_joins)
         self.held[request.lease_id] = held
         self.room -= room
         self._counts[request.client_id] += 1
@@ -218,9 +218,11 @@ class LeaseTable:
         joined = self.held.get(joined_id)
         if joined is None or joined.client_id != client_id or joined.state != "active":
             raise LeaseExpired(f"lease {joined_id!r}, which this one is to join, is over")
-        if not room.fits(joined.kept):
-            raise NotSupported(f"joins: {room} asked for, the lease keeps {joined.kept}; name it in limits.members")
-        joined.kept -= room
+        if not room.fits(joined.for_joins):
+            raise NotSupported(
+                f"joins: {room} asked for, the lease keeps {joined.for_joins}; name it in limits.members"
+            )
+        joined.for_joins -= room
         joined.room -= room
         self.room += room
         self._held_room[client_id] -= room
@@ -229,7 +231,7 @@ class LeaseTable:
         """Give the room of a lease that could not join back to the one that kept it: had it joined, both would end."""
         joined = None if held.request.joins is None else self.held.get(held.request.joins.lease_id)
         if joined is not None and joined.state == "active":
-            joined.kept += held.room
+            joined.for_joins += held.room
             joined.room += held.room
             self.room -= held.room
             self._held_room[held.client_id] += held.room

@@ -44,11 +44,11 @@ class BoundedBuffer:
 
     def copy(self, fd: int, size: int) -> int:
         """Add at most `size` bytes of an open file; returns how many there were."""
-        left = size
-        while left and (data := os.read(fd, min(left, PACK_BYTES))):
+        remaining = size
+        while remaining and (data := os.read(fd, min(remaining, PACK_BYTES))):
             self.write(data)
-            left -= len(data)
-        return size - left
+            remaining -= len(data)
+        return size - remaining
 
     def claim(self, size: int) -> None:
         """Raises `OpFailed` where `size` more bytes would exceed the bound."""

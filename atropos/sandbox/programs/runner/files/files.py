@@ -197,10 +197,10 @@ def check_unchanged(folder: int, name: str, wanted: str) -> None:
     except FileNotFoundError:
         raise OpFailed("changed", "the file is gone") from None
     try:
-        digest, left = sha256(), 64 << 20
-        while left > 0 and (data := os.read(fd, 1 << 18)):  # piece by piece: PID 1's memory is the slot's
+        digest, budget = sha256(), 64 << 20
+        while budget > 0 and (data := os.read(fd, 1 << 18)):  # piece by piece: PID 1's memory is the slot's
             digest.update(data)
-            left -= len(data)
+            budget -= len(data)
         if digest.hexdigest() != wanted:
             raise OpFailed("changed", "the file has changed since it was read")
     finally:

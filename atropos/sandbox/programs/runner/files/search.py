@@ -43,8 +43,8 @@ def op_search(
     path = path_of(path).removesuffix("/.") or "/"
 
     def work() -> Outcome:
-        wanted = Wanted(pattern, ignore_case=ignore_case) if pattern else None  # it may take long to compile
-        return search(path, wanted, glob, max_matches, context)
+        query = Wanted(pattern, ignore_case=ignore_case) if pattern else None  # it may take long to compile
+        return search(path, query, glob, max_matches, context)
 
     Work(call, work)
 
@@ -104,16 +104,16 @@ class Matches:
     def __init__(self, max_matches: int) -> None:
         self.matches: list[dict[str, object]] = []
         self.max_matches = max_matches
-        self.left = MAX_FOUND_BYTES
+        self.remaining_bytes = MAX_FOUND_BYTES
 
     def full(self) -> bool:
         """Whether a bound is reached."""
-        return len(self.matches) >= self.max_matches or self.left <= 0
+        return len(self.matches) >= self.max_matches or self.remaining_bytes <= 0
 
     def add(self, path: str, line: int, words: str, *, context: bool = False) -> None:
         """Add one."""
         self.matches.append({"path": path, "line": line, "text": words, "context": context})
-        self.left -= len(quote(path)) + len(quote(words)) + 100
+        self.remaining_bytes -= len(quote(path)) + len(quote(words)) + 100
 
 
 def files_of(glob: str) -> re.Pattern[str]:

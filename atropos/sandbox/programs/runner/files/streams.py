@@ -60,7 +60,7 @@ class Incoming(io.RawIOBase):
     """What the server sends: chunks, each after its length. An empty one is the end; a stream without it broke off."""
 
     def __init__(self) -> None:
-        self.left = 0
+        self.remaining = 0
         self.count = 0
         """Bytes that came."""
         self.over = False
@@ -75,17 +75,17 @@ class Incoming(io.RawIOBase):
         Raises:
             OpFailed: the stream broke off.
         """
-        if not self.left and not self.over:
+        if not self.remaining and not self.over:
             length = bytearray(4)
             got = 0
             while got < 4:
                 got += receive(memoryview(length)[got:])
-            self.left = int.from_bytes(length, "little")
-            self.over = not self.left
+            self.remaining = int.from_bytes(length, "little")
+            self.over = not self.remaining
         if self.over:
             return 0
-        got = receive(memoryview(buffer)[: self.left])
-        self.left -= got
+        got = receive(memoryview(buffer)[: self.remaining])
+        self.remaining -= got
         self.count += got
         return got
 
@@ -110,11 +110,11 @@ class Outgoing(BoundedBuffer):
     def copy(self, fd: int, size: int) -> int:
         """As `BoundedBuffer.copy`, by the kernel alone."""
         self.claim(size)
-        left = size
-        while left and (sent := os.sendfile(STREAM, fd, None, left)):
-            left -= sent
-        self.size += size - left
-        return size - left
+        remaining = size
+        while remaining and (sent := os.sendfile(STREAM, fd, None, remaining)):
+            remaining -= sent
+        self.size += size - remaining
+        return size - remaining
 
 
 def write_stream(path: str, mode: int | None) -> Outcome:

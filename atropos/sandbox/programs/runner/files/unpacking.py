@@ -226,10 +226,10 @@ def extract(source: Readable, member: TarMember, places: Places) -> None:
         os.close(folder)
     else:
         fd = replacing(folder, name, lambda: os.open(name, NEW_FILE, 0o600, dir_fd=folder))
-        left = member.size
-        while left:
-            data = exactly(source, min(left, 1 << 20))
-            left -= len(data)
+        remaining = member.size
+        while remaining:
+            data = exactly(source, min(remaining, 1 << 20))
+            remaining -= len(data)
             write_all(fd, data)
         exactly(source, -member.size % 512)
         finish_member(fd, member)

@@ -27,10 +27,10 @@ The shorter bound after a command that printed more than half a pipe: it may hav
 class Pipe:
     """Where a command's output is read (-1: its last writer is gone), and what it is added to."""
 
-    __slots__ = ("fd", "kept")
+    __slots__ = ("fd", "sinks")
 
-    def __init__(self, fd: int, kept: list[HeadTail]) -> None:
-        self.fd, self.kept = fd, kept
+    def __init__(self, fd: int, sinks: list[HeadTail]) -> None:
+        self.fd, self.sinks = fd, sinks
 
     def read(self) -> int:
         """Read a piece; returns how long it was."""
@@ -39,7 +39,7 @@ class Pipe:
         except BlockingIOError:
             return 0
         if data:
-            for each in self.kept:
+            for each in self.sinks:
                 each.add(data)
         else:
             loop.unwatch(self.fd)
@@ -49,9 +49,9 @@ class Pipe:
 
     def drain(self) -> None:
         """Read what the ended program left in it, but not what a background child is still writing."""
-        left = 1 << 20
-        while left > 0 and self.fd >= 0 and (got := self.read()):
-            left -= got
+        budget = 1 << 20
+        while budget > 0 and self.fd >= 0 and (got := self.read()):
+            budget -= got
 
 
 class Command:
