@@ -42,8 +42,8 @@ SETTINGS = {"bench": {"allow_extra_args": True, "ignore_unknown_options": True}}
 """Settings of sub-commands, as `typer.Typer.command` takes them."""
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(shown: bool) -> None:
+    if shown:
         from importlib.metadata import version
 
         typer.echo(f"atropos {version('atropos')}")

@@ -195,12 +195,12 @@ def nomad() -> DoctorFinding:
     return DoctorFinding("nomad", ok, needed=False, detail=detail, fix=fix)
 
 
-def show(found: list[DoctorFinding], *, broken: bool, lacking: bool) -> None:
+def show(findings: list[DoctorFinding], *, broken: bool, lacking: bool) -> None:
     """The findings as a table, and one line that sums them up."""
     table = Table(title="What this host can isolate", title_justify="left", show_lines=False)
     for column in ("", "what", "detail", "fix"):
         table.add_column(column, overflow="fold")
-    for item in found:
+    for item in findings:
         mark = "[green]✓[/]" if item.ok else "[red]✗[/]" if item.needed else "[yellow]–[/]"
         table.add_row(mark, item.name, item.detail.replace("[", "\\["), item.fix.replace("[", "\\["))
     console = Console()

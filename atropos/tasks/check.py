@@ -207,23 +207,23 @@ async def _prepare(layers: VerifierLayers, images: TaskImages) -> None:
         raise ConfigError(f"--verifier-layer: {error}") from error
 
 
-def _refused(task: Task, found: TaskFit) -> TaskFinding:
-    notes = (*found.notes, *task.warnings)
-    return TaskFinding(task.name, "refused", task.image, clamped=found.clamped, notes=notes, problems=found.refused)
+def _refused(task: Task, fitting: TaskFit) -> TaskFinding:
+    notes = (*fitting.notes, *task.warnings)
+    return TaskFinding(task.name, "refused", task.image, clamped=fitting.clamped, notes=notes, problems=fitting.refused)
 
 
 async def _checked(
     task: Task,
-    found: TaskFit,
+    fitting: TaskFit,
     config: CheckConfig,
     turn: asyncio.Semaphore,
     attempt: Callable[[Agent, Literal["task"] | Mode], Awaitable[Attempt]],
 ) -> TaskFinding:
-    notes = (*found.notes, *task.warnings, *surroundings.notes(task))
+    notes = (*fitting.notes, *task.warnings, *surroundings.notes(task))
     try:
         chosen = choose(task)
     except OSError as error:
-        return TaskFinding(task.name, "broken", task.image, None, found.clamped, notes, (str(error),))
+        return TaskFinding(task.name, "broken", task.image, None, fitting.clamped, notes, (str(error),))
     hints: list[str] = []
 
     async def one(agent: Agent) -> Attempt:
@@ -246,7 +246,7 @@ async def _checked(
         "broken" if broken else "unsound" if problems else "sound",
         task.image,
         attempts,
-        found.clamped,
+        fitting.clamped,
         notes,
         tuple(problems),
         chosen,

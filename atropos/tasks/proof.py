@@ -110,11 +110,11 @@ class Proofs:
         parts = [machines, files, layers, settings, services, dict(task.variables), self._mode, self._network]
         return hashlib.sha256(json.dumps(parts).encode("utf-8", "surrogateescape")).hexdigest()
 
-    def _keep(self, kept: Path) -> None:
+    def _keep(self, file: Path) -> None:
         try:
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            kept.touch()
-            oldest = sorted(kept.parent.iterdir(), key=lambda path: path.stat().st_mtime)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch()
+            oldest = sorted(file.parent.iterdir(), key=lambda path: path.stat().st_mtime)
             for path in oldest[:-MOST_KEPT]:
                 path.unlink(missing_ok=True)
         except OSError as error:

@@ -111,28 +111,28 @@ def _beginning(value: object, weight: int, most: int) -> ToolResult:
     return ToolResult(success=True, output=f"{head}\n{note}", truncated=True, dropped_bytes=dropped)
 
 
-def _pruned(value: object, left: list[int], depth: int) -> object:
-    """As much of a value as `left` characters hold."""
+def _pruned(value: object, budget: list[int], depth: int) -> object:
+    """As much of a value as `budget` characters hold."""
     if depth > 100:
         return "..."
-    left[0] -= 2
+    budget[0] -= 2
     if isinstance(value, str):
-        text = value[: max(left[0], 0)]
-        left[0] -= len(text)
+        text = value[: max(budget[0], 0)]
+        budget[0] -= len(text)
         return text
     if isinstance(value, dict):
         shown: dict[str, object] = {}
         for key, one in cast("dict[object, object]", value).items():
-            if left[0] <= 0:
+            if budget[0] <= 0:
                 break
-            left[0] -= len(str(key))
-            shown[str(key)] = _pruned(one, left, depth + 1)
+            budget[0] -= len(str(key))
+            shown[str(key)] = _pruned(one, budget, depth + 1)
         return shown
     if isinstance(value, list | tuple):
         items: list[object] = []
         for one in cast("list[object]", value):
-            if left[0] <= 0:
+            if budget[0] <= 0:
                 break
-            items.append(_pruned(one, left, depth + 1))
+            items.append(_pruned(one, budget, depth + 1))
         return items
     return value

@@ -195,5 +195,5 @@ class EnvDashboard:
         return [(kind, code, count) for kind, codes in counted.items() for code, count in codes.most_common(50)]
 
 
-def _milliseconds(found: Percentiles) -> str:
-    return f"{found.p50_s * 1e3:.0f} / {found.p99_s * 1e3:.0f} ms" if found.n else "-"
+def _milliseconds(times: Percentiles) -> str:
+    return f"{times.p50_s * 1e3:.0f} / {times.p99_s * 1e3:.0f} ms" if times.n else "-"

@@ -115,38 +115,38 @@ class SnapshotPacker:
         self._tar.addfile(info, content)
         _forget_members(self._tar)
 
-    def _pack_file(self, folder: LayerFolder, name: str, found: os.stat_result, folder_fd: int) -> None:
-        if stat.S_ISREG(found.st_mode):
+    def _pack_file(self, folder: LayerFolder, name: str, status: os.stat_result, folder_fd: int) -> None:
+        if stat.S_ISREG(status.st_mode):
             fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | NOFOLLOW, dir_fd=folder_fd)  # it may be a pipe by now
             with open(fd, "rb") as file:
-                info = self._describe(folder, name, found, fd)
-                if found.st_nlink > 1 and found.st_ino in self._first:
+                info = self._describe(folder, name, status, fd)
+                if status.st_nlink > 1 and status.st_ino in self._first:
                     info.type = tarfile.LNKTYPE
                     headers = dict(info.pax_headers)
-                    info.linkname = _name(*self._first[found.st_ino], headers, _LINK_UNDER)
+                    info.linkname = _name(*self._first[status.st_ino], headers, _LINK_UNDER)
                     info.pax_headers = headers
                     self._add(info)
                 else:
-                    if found.st_nlink > 1:
-                        self._first[found.st_ino] = (folder, name)
-                    self._add(info, _content(info, file, found))
+                    if status.st_nlink > 1:
+                        self._first[status.st_ino] = (folder, name)
+                    self._add(info, _content(info, file, status))
             return
-        info = self._describe(folder, name, found, None)
-        if stat.S_ISLNK(found.st_mode):
+        info = self._describe(folder, name, status, None)
+        if stat.S_ISLNK(status.st_mode):
             info.type, info.linkname = tarfile.SYMTYPE, os.readlink(name, dir_fd=folder_fd)
-        elif stat.S_ISFIFO(found.st_mode):
+        elif stat.S_ISFIFO(status.st_mode):
             info.type = tarfile.FIFOTYPE
-        elif stat.S_ISCHR(found.st_mode) and found.st_rdev == 0:
+        elif stat.S_ISCHR(status.st_mode) and status.st_rdev == 0:
             info.type = tarfile.CHRTYPE
         else:
             return  # a socket: nobody can be listening on it any more
         self._add(info)
 
-    def _describe(self, folder: LayerFolder, name: str, found: os.stat_result, fd: int | None) -> tarfile.TarInfo:
-        seconds, part = divmod(found.st_mtime_ns, 10**9)
+    def _describe(self, folder: LayerFolder, name: str, status: os.stat_result, fd: int | None) -> tarfile.TarInfo:
+        seconds, part = divmod(status.st_mtime_ns, 10**9)
         headers: dict[str, str] = {"mtime": f"{seconds}.{part:09d}"}
         info = tarfile.TarInfo(_name(folder, name, headers, _UNDER))
-        info.uid, info.gid, info.mode = found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode)
+        info.uid, info.gid, info.mode = status.st_uid, status.st_gid, stat.S_IMODE(status.st_mode)
         info.pax_headers = headers
         if fd is not None:  # links and pipes can't have user attributes
             for each in os.listxattr(fd):
@@ -173,12 +173,12 @@ def _name(folder: LayerFolder, name: str, headers: dict[str, str], key: str) -> 
     return "/".join((str(folder.layer), *folder.path_from(0), *([name] if name else [])))
 
 
-def _content(info: tarfile.TarInfo, file: IO[bytes], found: os.stat_result) -> IO[bytes]:
+def _content(info: tarfile.TarInfo, file: IO[bytes], status: os.stat_result) -> IO[bytes]:
     """What follows a file's header, which gets the length of it."""
-    if found.st_blocks * 512 >= found.st_size:
-        info.size = found.st_size
+    if status.st_blocks * 512 >= status.st_size:
+        info.size = status.st_size
         return file
-    parts = list(_data_of(file.fileno(), found.st_size))
+    parts = list(_data_of(file.fileno(), status.st_size))
     numbers = [len(parts), *itertools.chain.from_iterable(parts)]
     table = "".join(f"{number}\n" for number in numbers).encode()
     table += bytes(-len(table) % tarfile.BLOCKSIZE)
@@ -187,7 +187,7 @@ def _content(info: tarfile.TarInfo, file: IO[bytes], found: os.stat_result) -> I
         **info.pax_headers,
         "GNU.sparse.major": "1",
         "GNU.sparse.minor": "0",
-        "GNU.sparse.realsize": str(found.st_size),
+        "GNU.sparse.realsize": str(status.st_size),
         "GNU.sparse.name": info.name,
     }
     return cast("IO[bytes]", _Parts(table, file, parts))

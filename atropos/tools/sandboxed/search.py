@@ -78,10 +78,10 @@ class SearchTool(Tool):
         return _answer(arguments, result, scope.limits.max_output_bytes)
 
 
-def _answer(arguments: SearchArguments, found: _Found, most: int) -> ToolResult:
+def _answer(arguments: SearchArguments, result: _Found, most: int) -> ToolResult:
     rows: list[str] = []
     last: tuple[str, int] | None = None
-    for one in found.rows:
+    for one in result.rows:
         text = one.text if len(one.text) <= MAX_LINE else f"{one.text[:MAX_LINE]}… [the line goes on]"
         if not one.line:
             rows.append(one.path)
@@ -91,29 +91,29 @@ def _answer(arguments: SearchArguments, found: _Found, most: int) -> ToolResult:
         last = (one.path, one.line)
         mark = "-" if one.context else ":"
         rows.append(f"{one.path}{mark}{one.line}{mark}{text}")
-    matches = [one for one in found.rows if not one.context]
+    matches = [one for one in result.rows if not one.context]
     files = len({one.path for one in matches})
     noun = "match" if arguments.pattern else "file"
     if not matches:
         where = f" in {arguments.path}" + (f" ({arguments.glob})" if arguments.glob else "")
-        rest = "; not all was searched: narrow the search, or use grep in the terminal" if found.truncated else ""
+        rest = "; not all was searched: narrow the search, or use grep in the terminal" if result.truncated else ""
         output = f"no {noun} found{where}{rest}"
-        return ToolResult(success=True, output=output, truncated=found.truncated, data=_data([], found))
+        return ToolResult(success=True, output=output, truncated=result.truncated, data=_data([], result))
     total = f"{plural(len(matches), noun)}" + (f" in {plural(files, 'file')}" if arguments.pattern else "")
-    more = "; there may be more: narrow the search or raise limit" if found.truncated else ""
+    more = "; there may be more: narrow the search or raise limit" if result.truncated else ""
     text, dropped = clip("\n".join(rows), most)
     return ToolResult(
         success=True,
         output=f"{text}\n[{total}{more}]",
-        truncated=found.truncated or bool(dropped),
+        truncated=result.truncated or bool(dropped),
         dropped_bytes=dropped,
-        data=_data(matches, found),
+        data=_data(matches, result),
     )
 
 
-def _data(matches: list[wire.Match], found: _Found) -> dict[str, object]:
+def _data(matches: list[wire.Match], result: _Found) -> dict[str, object]:
     rows = [{"path": one.path, "line": one.line, "text": one.text[:MAX_LINE]} for one in matches]
-    return {"matches": rows, "truncated": found.truncated}
+    return {"matches": rows, "truncated": result.truncated}
 
 
 # ------------------------------------------------------------------------------------------------------------- ripgrep

@@ -162,25 +162,25 @@ class SessionTool(Tool):
         return await actions[arguments.action](arguments, scope, session)
 
 
-def _find(arguments: SessionArguments, kept: Sessions) -> _Session:
-    known = ", ".join(kept.by_id) or "none; start one"
+def _find(arguments: SessionArguments, sessions: Sessions) -> _Session:
+    known = ", ".join(sessions.by_id) or "none; start one"
     if arguments.session_id is None:
-        every = list(kept.by_id.values())
+        every = list(sessions.by_id.values())
         # where all have ended, the model may still want the last one's screen
         meant = [one for one in every if not one.finished] or every[-1:]
         if len(meant) != 1:
             raise ToolError(f"session: session_id is missing; the sessions are: {known}")
         return meant[0]
     try:
-        return kept.by_id[arguments.session_id]
+        return sessions.by_id[arguments.session_id]
     except KeyError:
         raise ToolError(
             f"session: there is no session {arguments.session_id[:100]!r}; the sessions are: {known}"
         ) from None
 
 
-async def _start(arguments: SessionArguments, scope: ToolScope, kept: Sessions) -> ToolResult:
-    if sum(not one.finished for one in kept.by_id.values()) >= scope.limits.max_sessions:
+async def _start(arguments: SessionArguments, scope: ToolScope, sessions: Sessions) -> ToolResult:
+    if sum(not one.finished for one in sessions.by_id.values()) >= scope.limits.max_sessions:
         raise ToolError(f"session: {scope.limits.max_sessions} sessions are open, the most allowed; close one")
     rows, cols, command = arguments.rows or 24, arguments.cols or 80, arguments.command or "bash"
     if not command.strip():
@@ -202,17 +202,17 @@ async def _start(arguments: SessionArguments, scope: ToolScope, kept: Sessions) 
         session.recording = Recording(
             rows=rows, cols=cols, started=time.time(), most_bytes=most, command=command, term=TERM
         )
-    kept.by_id[state.id] = session
-    _forget_old(kept, scope.limits.max_sessions)
+    sessions.by_id[state.id] = session
+    _forget_old(sessions, scope.limits.max_sessions)
     await _settle(scope, session, SETTLE_S)
     return _show(session, f"started session {session.id}")
 
 
-def _forget_old(kept: Sessions, most: int) -> None:
+def _forget_old(sessions: Sessions, most: int) -> None:
     """Forget all but the latest ended sessions, as the slot does."""
-    ended = [one.id for one in kept.by_id.values() if one.finished]
-    for session_id in ended[: max(len(kept.by_id) - 2 * most, 0)]:
-        kept.forget(session_id)
+    ended = [one.id for one in sessions.by_id.values() if one.finished]
+    for session_id in ended[: max(len(sessions.by_id) - 2 * most, 0)]:
+        sessions.forget(session_id)
 
 
 async def _send(arguments: SessionArguments, scope: ToolScope, session: _Session) -> ToolResult:
@@ -306,14 +306,14 @@ async def _close(_: SessionArguments, scope: ToolScope, session: _Session) -> To
     return ToolResult(success=True, output=f"session {session.id} is closed")
 
 
-async def _list(scope: ToolScope, kept: Sessions) -> ToolResult:
+async def _list(scope: ToolScope, sessions: Sessions) -> ToolResult:
     rows: list[str] = []
-    for session in kept.by_id.values():
+    for session in sessions.by_id.values():
         if not session.finished:
             await _update(scope, session)
         rows.append(f"{_head(session)} {session.command[:200]}")
     return ToolResult(
-        success=True, output="\n".join(rows) or "no sessions; start one", data={"sessions": [*kept.by_id]}
+        success=True, output="\n".join(rows) or "no sessions; start one", data={"sessions": [*sessions.by_id]}
     )
 
 

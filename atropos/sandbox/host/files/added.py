@@ -46,9 +46,9 @@ def build(folder: str, lower: Sequence[str]) -> bool:
         return _build(folder, [part.fd for part in stack.find(lower, "/etc", opened).parts])
 
 
-def _build(folder: str, found: Sequence[int]) -> bool:
-    """As `build`; `found`: /etc in each layer that shows it, topmost first."""
-    etcs = [f"/proc/self/fd/{fd}" for fd in found]
+def _build(folder: str, fds: Sequence[int]) -> bool:
+    """As `build`; `fds`: /etc in each layer that shows it, topmost first."""
+    etcs = [f"/proc/self/fd/{fd}" for fd in fds]
     texts = {name: text for name, default in FILES.items() if (text := _missing(etcs, name, default))}
     needs_mtab = _find(etcs, "mtab") is None
     if not (texts or needs_mtab):
@@ -57,8 +57,8 @@ def _build(folder: str, found: Sequence[int]) -> bool:
     for path in (folder, etc):
         os.mkdir(path, 0o755)
         os.chown(path, 0, 0)
-    if found:
-        view_layers.copy_attributes(found[0], etc)
+    if fds:
+        view_layers.copy_attributes(fds[0], etc)
     for name, text in texts.items():
         with open(f"{etc}/{name}", "x", encoding="utf-8", errors="surrogateescape") as file:
             file.write(text)

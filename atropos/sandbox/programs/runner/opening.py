@@ -28,11 +28,11 @@ def open_regular(path: str) -> tuple[int, os.stat_result]:
     return fd, status
 
 
-def check_regular(found: os.stat_result, path: str) -> None:
+def check_regular(status: os.stat_result, path: str) -> None:
     """Raises `OpFailed` where a path leads to something else than a regular file."""
-    if S_ISDIR(found.st_mode):
+    if S_ISDIR(status.st_mode):
         raise OpFailed("is_directory", f"is a directory: {text(path)}")
-    if not S_ISREG(found.st_mode):
+    if not S_ISREG(status.st_mode):
         raise OpFailed("not_regular", f"is not a regular file: {text(path)}")
 
 

@@ -245,15 +245,15 @@ class DockerBackend(Backend):
             self._correct()
             await self._wake.wait(min(POLL_S, self._crashes.left_s or POLL_S))
 
-    async def _compare(self, found: list[ListedContainer]) -> None:
+    async def _compare(self, containers: list[ListedContainer]) -> None:
         """Find containers that started or ended without this backend."""
-        by_name = {item.name: item for item in found}
+        by_name = {item.name: item for item in containers}
         for member in list(self._members.values()):
             item = by_name.get(member.container.id)
             if member.busy or (item is not None and item.state == "running"):
                 continue
             self._lost(member, item)
-        for item in found:
+        for item in containers:
             if item.state == "running" and item.name not in (self._members.keys() | self._unremoved.keys()):
                 await self._adopt(item)
                 # another process made it; `scale` may lower the target again. Of twins one goes, and is not replaced

@@ -135,15 +135,15 @@ class Packer:
         finally:
             os.close(fd)
 
-    def add_file(self, fd: int, found: os.stat_result, name: str) -> None:
+    def add_file(self, fd: int, status: os.stat_result, name: str) -> None:
         """An open regular file, or that it is one that is in the archive already."""
-        if found.st_nlink > 1:
-            first = self.names.setdefault((found.st_dev, found.st_ino), name)
+        if status.st_nlink > 1:
+            first = self.names.setdefault((status.st_dev, status.st_ino), name)
             if first != name:
-                self.header(name, found, b"1", first)
+                self.header(name, status, b"1", first)
                 return
-        size = found.st_size
-        self.header(name, found, b"0")
+        size = status.st_size
+        self.header(name, status, b"0")
         self.out.claim(len(self.pending) + size)
         if size > PACK_BYTES // 2:
             self.out.write(self.pending)
@@ -157,9 +157,9 @@ class Packer:
             raise OpFailed("io", "a file became shorter while it was read")
         self.pending += CONTENT_END[: -size % 512]
 
-    def header(self, name: str, found: os.stat_result, kind: bytes, link: str = "") -> None:
+    def header(self, name: str, status: os.stat_result, kind: bytes, link: str = "") -> None:
         """The start of a member."""
-        self.pending += tar_header(name, found, kind, link)
+        self.pending += tar_header(name, status, kind, link)
         if len(self.pending) > PACK_BYTES // 2:
             self.out.write(self.pending)
             self.pending.clear()

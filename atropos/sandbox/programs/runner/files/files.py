@@ -62,15 +62,15 @@ def open_apart(path: str) -> tuple[int, os.stat_result]:
     return fd, status
 
 
-def read_result(fd: int, found: os.stat_result, offset: int, max_bytes: int) -> Outcome:
+def read_result(fd: int, status: os.stat_result, offset: int, max_bytes: int) -> Outcome:
     """A `file_result` of an open file."""
-    if not is_special(found.st_dev):  # the kernel's own files say 0
-        max_bytes = min(max_bytes, max(0, found.st_size - offset))  # it may have grown since
+    if not is_special(status.st_dev):  # the kernel's own files say 0
+        max_bytes = min(max_bytes, max(0, status.st_size - offset))  # it may have grown since
     data = read_all(fd, offset, max_bytes)
-    size = max(found.st_size, offset + len(data) if data else 0)
+    size = max(status.st_size, offset + len(data) if data else 0)
     whole = offset == 0 and len(data) == size
     digest = sha256(data).hexdigest() if whole else None
-    return "file_result", {"size": size, "mode": found.st_mode & 0o7777, "sha256": digest}, {"data": data}
+    return "file_result", {"size": size, "mode": status.st_mode & 0o7777, "sha256": digest}, {"data": data}
 
 
 def op_write_file(

@@ -15,10 +15,10 @@ MOST = 0o77777777777
 """Largest size or time that a header's field holds; no slot has an id that is too large for its."""
 
 
-def tar_header(name: str, found: os.stat_result, kind: bytes, link: str = "") -> bytes:
+def tar_header(name: str, status: os.stat_result, kind: bytes, link: str = "") -> bytes:
     """A member's header: a regular file (b"0"), hard link (b"1"), symbolic link (b"2") or folder (b"5")."""
     member, target = name.encode("utf-8", "surrogateescape"), link.encode("utf-8", "surrogateescape")
-    mtime, size = int(found.st_mtime), found.st_size if kind == b"0" else 0
+    mtime, size = int(status.st_mtime), status.st_size if kind == b"0" else 0
     records = b""
     if not fits(member):
         records += pax_record(b"path", member)
@@ -30,7 +30,7 @@ def tar_header(name: str, found: os.stat_result, kind: bytes, link: str = "") ->
     if size > MOST:
         records += pax_record(b"size", b"%d" % size)
         size = 0
-    block = header_block(member, kind, found.st_mode & 0o7777, found.st_uid, found.st_gid, size, mtime, target)
+    block = header_block(member, kind, status.st_mode & 0o7777, status.st_uid, status.st_gid, size, mtime, target)
     if not records:
         return block
     if not is_utf8(member + target):
