@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from typing import Self
 
 from atropos import tracing, wire
@@ -16,13 +15,9 @@ from atropos.resources import Resources
 from atropos.slots.containers.counters import Measured
 from atropos.slots.containers.fleet import Ticket
 from atropos.slots.containers.link import ContainerLink
-from atropos.slots.slot.arguments import named_if_wrong
-from atropos.slots.slot.files import SlotFiles
-from atropos.slots.slot.processes import Process, one_command, reading
 from atropos.slots.slot.profile import PLAIN, Profile
-from atropos.slots.slot.results import ExecResult, answered, file_error
-from atropos.slots.slot.snapshots import Snapshot
-from atropos.slots.slot.uploads import PIECE_BYTES
+from atropos.slots.slot.results import file_error
+from atropos.slots.slot.snapshots import SlotSnapshots
 
 RELEASE_WAIT_S = 10.0
 """How long `Slot.release` waits for the server's confirmation; the release itself continues in the background."""
@@ -31,7 +26,7 @@ ALIVE_S = 5.0
 a load of ten times its cores made it 0.9 s."""
 
 
-class Slot(SlotFiles):
+class Slot(SlotSnapshots):
     """A private machine-like workspace for one trajectory, until it is released.
 
     Not to be made by hand: `SlotPool.lease` or `SlotPool.acquire` gives one. Calls run in the order given, but for
@@ -197,132 +192,6 @@ class Slot(SlotFiles):
                 raise SlotLost(f"slot {self.name} of container {self.container} does not answer")
             asking.result()
 
-    @named_if_wrong
-    async def exec(
-        self,
-        command: str | Sequence[str],
-        *,
-        timeout_s: float | None = None,
-        workdir: str | None = None,
-        env: Mapping[str, str] | None = None,
-        user: str | None = None,
-        stdin: bytes | str | None = None,
-        split: bool = False,
-        clean_env: bool = False,
-        max_output_bytes: int | None = None,
-        concurrent: bool = False,
-    ) -> ExecResult:
-        """Run a command in its own session and wait for its main process.
-
-        Args:
-            command: a line for bash, or a program and its arguments, which run without a shell; for a program that
-                isn't there or may not be executed the result's `error` starts with `not_found` or `permission`.
-            timeout_s: then the whole session is killed; None: the slot's wall-time limit.
-            workdir: None: the profile's, else /workspace.
-            env: added to the slot's environment.
-            user: one of the slot's own users, as `name`, `uid`, `name:group` or `uid:gid`, with its groups, HOME, USER
-                and LOGNAME; None: root. For one that the slot doesn't have, the result's `error` says so.
-            stdin: what it reads, of any length: beyond 4 MiB it is a file of the slot's /tmp until the command has
-                ended. None: nothing.
-            split: give stdout and stderr apart as well.
-            clean_env: start from the slot's first environment and PATH alone.
-            max_output_bytes: keep less output than the slot's limit.
-            concurrent: run it now, beside the slot's other calls, which don't wait for it; after those before it where
-                `stdin` is longer than 4 MiB. The slot runs 64 of these at once; further ones wait. A `snapshot` or
-                `view` waits until none runs.
-        """
-        data = stdin.encode() if isinstance(stdin, str) else stdin
-        operation = wire.Exec(
-            command=one_command(command),
-            timeout_s=timeout_s,
-            workdir=workdir,
-            env=dict(env or {}),
-            user=user,
-            stdin=data,
-            split=split,
-            clean_env=clean_env,
-            max_output_bytes=max_output_bytes,
-            concurrent=concurrent,
-        )
-        large = data is not None and len(data) > PIECE_BYTES
-        return ExecResult.of(await (self._run_on_file(operation) if large else self.run(operation)))
-
-    async def _run_on_file(self, operation: wire.Exec) -> wire.OpResult:
-        """Run a command whose stdin is too large for a call: it reads a file, which is removed when it has ended."""
-        path = f"/tmp/.stdin-{secrets.token_hex(8)}"
-        assert operation.stdin is not None
-        changes = {"command": reading(path, operation.command), "stdin": None}
-        remove = wire.Exec(command=("rm", "-f", path), workdir="/", user="0:0", concurrent=operation.concurrent)
-        try:
-            result = await self._write(path, operation.stdin, user=operation.user)
-            if not isinstance(result, wire.OpError):
-                result = await self.run(operation.model_copy(update=changes))
-            await self.run(remove)
-        except asyncio.CancelledError:
-            self.link.state.tasks.spawn(self._run_unless_over(remove), f"removal of {path} in {self.name}")
-            raise
-        return result
-
-    async def _run_unless_over(self, operation: wire.Operation) -> None:
-        with contextlib.suppress(SandboxError):
-            await self.run(operation)
-
-    @named_if_wrong
-    async def start(
-        self,
-        command: str | Sequence[str],
-        *,
-        workdir: str | None = None,
-        env: Mapping[str, str] | None = None,
-        user: str | None = None,
-        pty: tuple[int, int] | None = None,
-        split: bool = False,
-        hold: bool = False,
-        buffer_bytes: int = 200_000,
-        concurrent: bool = False,
-    ) -> Process:
-        """Start a background process, which runs until it ends, is killed or the lease ends.
-
-        Args:
-            command: as for `exec`.
-            workdir: as for `exec`.
-            env: as for `exec`.
-            user: as for `exec`.
-            pty: (rows, columns) of a terminal of its own; None: pipes, its output and errors in one.
-            split: on pipes, its errors are read apart, from `Process.errors`.
-            hold: it is kept until it is read to its end, or killed; on pipes it waits while half of `buffer_bytes`
-                waits to be read: then nothing falls out.
-            buffer_bytes: output kept until it is read; older output falls out and is counted.
-            concurrent: as for `exec`.
-
-        Raises:
-            OSError: it can't be started; `FileNotFoundError`, `PermissionError` … where they apply.
-        """
-        rows, cols = pty or (24, 80)
-        operation = wire.ProcStart(
-            command=one_command(command),
-            workdir=workdir,
-            env=dict(env or {}),
-            user=user,
-            pty=pty is not None,
-            split=split,
-            hold=hold,
-            rows=rows,
-            cols=cols,
-            buffer_bytes=buffer_bytes,
-            concurrent=concurrent,
-        )
-        return Process(self.run, answered(await self.run(operation), wire.ProcState))
-
-    async def processes(self) -> list[Process]:
-        """All background processes of the lease, oldest first, ended ones included; each is read from its start.
-
-        Raises:
-            OSError: the slot refused.
-        """
-        listing = answered(await self.run(wire.ProcList()), wire.ProcListing)
-        return [Process(self.run, state) for state in listing.processes]
-
     async def set_network(self, hosts: Sequence[str] | None) -> None:
         """Change what the slot's programs reach, at once and until the lease ends; open connections are cut.
 
@@ -344,10 +213,6 @@ class Slot(SlotFiles):
         if isinstance(result, wire.OpError):
             raise NotSupported(result.message)
 
-    async def quiesce(self) -> int:
-        """Kill every process in the slot; files stay. Returns how many there were."""
-        return answered(await self.run(wire.Quiesce()), wire.Done, "/").count
-
     async def mount(self, source: str, path: str, *, of: Slot | None = None, read_only: bool = False) -> None:
         """Have a folder or file of another slot of the group at a path here; before programs run in either.
 
@@ -364,57 +229,10 @@ class Slot(SlotFiles):
         """
         self._check_held()
         other = (of or self).lease.lease_id
-        wanted = wire.MountRequest(epoch=self.lease.epoch, path=path, of=other, source=source, read_only=read_only)
-        result = await self.link.client.mount(self.lease, wanted)
+        request = wire.MountRequest(epoch=self.lease.epoch, path=path, of=other, source=source, read_only=read_only)
+        result = await self.link.client.mount(self.lease, request)
         if result.refused is not None:
             raise file_error(result.refused)
-
-    # -------------------------------------------------------------------------------------------------- snapshots
-
-    async def snapshot(self, *, keep_running: bool = False) -> Snapshot:
-        """Freeze the workspace as it is; this slot and any number of others continue above it.
-
-        The snapshot lives in this slot's container until it is dropped, and is copied to another one when a fork lands
-        there.
-
-        Args:
-            keep_running: the slot's processes only stop for as long as what was written is copied; else they end.
-
-        Raises:
-            SandboxError: a writer was left, so that it can't be trusted; the slot is then lost.
-            NotSupported: the server makes none.
-            QuotaReached: its share may keep no more.
-        """
-        self.ticket.share.check_snapshot(stays=keep_running)
-        if not keep_running or (await self._signal_all("STOP")).exit_code != 0:
-            return await self._snapshot(beside=False)
-        snapshots: list[Snapshot] = []
-        try:
-            snapshots.append(await self._snapshot(beside=True))
-        finally:
-            going_on = self.link.state.tasks.spawn(self._signal_all("CONT"), f"going on in {self.name}", awaited=True)
-            try:
-                await asyncio.shield(going_on)
-            except BaseException:
-                for snapshot in snapshots:
-                    snapshot.start_drop()
-                raise
-        return snapshots[0]
-
-    async def _signal_all(self, signal: str) -> ExecResult:
-        return await self.exec(f"kill -{signal} -1", workdir="/", user="0:0", timeout_s=10)
-
-    async def _snapshot(self, *, beside: bool) -> Snapshot:
-        self._check_held()
-        task = self.link.state.tasks.spawn(self._freeze(beside=beside), f"snapshot {self.name}", awaited=True)
-        self._due += 1
-        try:
-            snapshot = await asyncio.shield(task)
-        except asyncio.CancelledError:
-            task.add_done_callback(_drop_unwanted)
-            raise
-        self._due -= 1
-        return snapshot
 
     async def view(
         self,
@@ -454,47 +272,7 @@ class Slot(SlotFiles):
         )
         return await self.link.client.view(self.lease, view_folders)
 
-    async def settle(self) -> None:
-        """Make the slot's present files part of its views' root; before untrusted programs run in it.
-
-        Where programs run, they stop for as long as what was written is copied, and go on; else it is frozen.
-
-        Raises:
-            SandboxError: as `snapshot`.
-        """
-        await (await self.snapshot(keep_running=True)).drop()
-
-    async def _freeze(self, *, beside: bool) -> Snapshot:
-        info = await self.link.client.snapshot(self.lease, beside=beside)
-        return Snapshot(self.link, info, self.limits, self.ticket)
-
-    async def keep(self, key: str, settings: wire.ImageSettings | None = None) -> wire.ImageInfo:
-        """Keep the workspace as an image of the host, a layer on the lease's; then release the slot.
-
-        Leases get it by its source, `atropos-build:KEY`, also after the pool has ended. Its running processes end.
-
-        Args:
-            key: SHA-256, in hexadecimal, of what it was made of and how; what is kept under a key already stays.
-            settings: what commands on the image start with; None: nothing of its own.
-
-        Raises:
-            SandboxError: a writer was left, so that it can't be trusted.
-            ImageUnavailable: the store has no room.
-            NotSupported: the lease started from a snapshot.
-        """
-        async with await self.snapshot() as snapshot:
-            request = wire.KeepRequest(key=key, **(settings or wire.ImageSettings()).model_dump())
-            image = await self.link.client.images.keep(snapshot.id, request)
-        await self.release()
-        return image
-
     def end(self, reason: SandboxError) -> None:
         """The lease is over, and why; for the pool alone."""
         if self._over is None or isinstance(self._over, LeaseExpired):
             self._over = reason
-
-
-def _drop_unwanted(task: asyncio.Task[Snapshot]) -> None:
-    """Nobody waits for the snapshot any more."""
-    if not task.cancelled() and task.exception() is None:
-        task.result().start_drop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from abc import abstractmethod
 from typing import Self
 
 from atropos import wire
@@ -11,6 +12,8 @@ from atropos.errors import SandboxError, SlotLost
 from atropos.resources import Resources
 from atropos.slots.containers.fleet import Seat, Ticket
 from atropos.slots.containers.link import ContainerLink
+from atropos.slots.slot.processes import SlotProcesses
+from atropos.slots.slot.results import ExecResult
 
 
 class Snapshot:
@@ -134,3 +137,107 @@ class Snapshot:
                 self.stays_because = str(error)
             raise
         self.add(link)
+
+
+class SlotSnapshots(SlotProcesses):
+    """The part of `Slot` that freezes its workspace."""
+
+    __slots__ = ()
+    limits: wire.LeaseLimits | None
+    ticket: Ticket
+    _due: int
+
+    @abstractmethod
+    def _check_held(self) -> None:
+        """Raise why the lease is over, if it is."""
+
+    @abstractmethod
+    async def release(self) -> None:
+        """Give the slot back."""
+
+    async def snapshot(self, *, keep_running: bool = False) -> Snapshot:
+        """Freeze the workspace as it is; this slot and any number of others continue above it.
+
+        The snapshot lives in this slot's container until it is dropped, and is copied to another one when a fork lands
+        there.
+
+        Args:
+            keep_running: the slot's processes only stop for as long as what was written is copied; else they end.
+
+        Raises:
+            SandboxError: a writer was left, so that it can't be trusted; the slot is then lost.
+            NotSupported: the server makes none.
+            QuotaReached: its share may keep no more.
+        """
+        self.ticket.share.check_snapshot(stays=keep_running)
+        if not keep_running or (await self._signal_all("STOP")).exit_code != 0:
+            return await self._snapshot(beside=False)
+        snapshots: list[Snapshot] = []
+        try:
+            snapshots.append(await self._snapshot(beside=True))
+        finally:
+            going_on = self.link.state.tasks.spawn(
+                self._signal_all("CONT"), f"going on in {self.lease.slot}", awaited=True
+            )
+            try:
+                await asyncio.shield(going_on)
+            except BaseException:
+                for snapshot in snapshots:
+                    snapshot.start_drop()
+                raise
+        return snapshots[0]
+
+    async def _signal_all(self, signal: str) -> ExecResult:
+        return await self.exec(f"kill -{signal} -1", workdir="/", user="0:0", timeout_s=10)
+
+    async def _snapshot(self, *, beside: bool) -> Snapshot:
+        self._check_held()
+        task = self.link.state.tasks.spawn(self._freeze(beside=beside), f"snapshot {self.lease.slot}", awaited=True)
+        self._due += 1
+        try:
+            snapshot = await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(_drop_unwanted)
+            raise
+        self._due -= 1
+        return snapshot
+
+    async def settle(self) -> None:
+        """Make the slot's present files part of its views' root; before untrusted programs run in it.
+
+        Where programs run, they stop for as long as what was written is copied, and go on; else it is frozen.
+
+        Raises:
+            SandboxError: as `snapshot`.
+        """
+        await (await self.snapshot(keep_running=True)).drop()
+
+    async def _freeze(self, *, beside: bool) -> Snapshot:
+        info = await self.link.client.snapshot(self.lease, beside=beside)
+        return Snapshot(self.link, info, self.limits, self.ticket)
+
+    async def keep(self, key: str, settings: wire.ImageSettings | None = None) -> wire.ImageInfo:
+        """Keep the workspace as an image of the host, a layer on the lease's; then release the slot.
+
+        Leases get it by its source, `atropos-build:KEY`, also after the pool has ended. Its running processes end.
+
+        Args:
+            key: SHA-256, in hexadecimal, of what it was made of and how; what is kept under a key already stays.
+            settings: what commands on the image start with; None: nothing of its own.
+
+        Raises:
+            SandboxError: a writer was left, so that it can't be trusted.
+            ImageUnavailable: the store has no room.
+            NotSupported: the lease started from a snapshot.
+        """
+        async with await self.snapshot() as snapshot:
+            request = wire.KeepRequest(key=key, **(settings or wire.ImageSettings()).model_dump())
+            image = await self.link.client.images.keep(snapshot.id, request)
+        await self.release()
+        return image
+
+
+def _drop_unwanted(task: asyncio.Task[Snapshot]) -> None:
+    """Nobody waits for the snapshot any more."""
+    if not task.cancelled() and task.exception() is None:
+        task.result().start_drop()
