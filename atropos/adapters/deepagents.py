@@ -48,6 +48,7 @@ from atropos.adapters.sharing import (
 )
 from atropos.event_loop import event_loop
 from atropos.slots.slot.results import answered
+from atropos.tools.sandboxed.text import with_line_ends
 
 T = TypeVar("T")
 TIMED_OUT = 124
@@ -229,10 +230,7 @@ class AtroposBackend(BaseSandbox):
         except (OSError, UnicodeDecodeError) as error:
             why = "not a text file" if isinstance(error, UnicodeDecodeError) else error.strerror
             return EditResult(error=f"Error editing file '{file_path}': {why}")
-        only_crlf = text.count("\r\n") == text.count("\n")
-        if "\r\n" in text and (only_crlf or old not in text):  # `read` shows lines without their CR
-            old, new = (part.replace("\r\n", "\n").replace("\n", "\r\n") for part in (old, new))
-        edited = perform_string_replacement(text, old, new, replace_all)
+        edited = perform_string_replacement(text, *with_line_ends(text, old, new), replace_all)
         if isinstance(edited, str):
             return EditResult(error=edited)
         written = await self._write(file_path, edited[0])

@@ -17,7 +17,7 @@ from atropos.tools.base import Tool, ToolError, ToolScope
 from atropos.tools.models import ToolResult
 from atropos.tools.sandboxed import diffs
 from atropos.tools.sandboxed.files import PathText, fetch, split_lines, texts
-from atropos.tools.sandboxed.text import is_binary, plural
+from atropos.tools.sandboxed.text import is_binary, plural, with_line_ends
 
 ON_LOOP_BYTES = 32_768
 """Texts of up to this size are processed on the event loop, longer ones in a thread."""
@@ -93,12 +93,8 @@ class PatchTool(Tool):
 
 
 def _replaced(path: str, old: str, new: str, before: bytes, *, replace_all: bool) -> bytes:
+    old, new = with_line_ends(before.decode("utf-8", "surrogateescape"), old, new)
     old_bytes, new_bytes = old.encode("utf-8", "replace"), new.encode("utf-8", "replace")
-    only_crlf = before.count(b"\r\n") == before.count(b"\n")
-    if b"\r\n" in before and b"\r" not in old_bytes and (only_crlf or old_bytes not in before):
-        # The model doesn't see line ends: for a file of CRLF lines it writes LF.
-        old_bytes = old_bytes.replace(b"\n", b"\r\n")
-        new_bytes = new_bytes.replace(b"\r\n", b"\n").replace(b"\n", b"\r\n")
     count = before.count(old_bytes)
     if count == 0:
         near_miss = diffs.near_miss(texts(split_lines(before)), texts(split_lines(old_bytes)))

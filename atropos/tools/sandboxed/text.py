@@ -37,6 +37,21 @@ def unfinished(data: bytes) -> int:
     return len(decoder.getstate()[0])
 
 
+def with_line_ends(text: str, old: str, new: str) -> tuple[str, str]:
+    """`old` and `new` of an edit, with the line ends of its text: a model is shown no CR of a CRLF, and writes LF.
+
+    Where `old` is in the text as it is, both stay so if it has a CRLF itself (line ends can be changed, too), or if
+    some lines end with LF.
+    """
+    if "\r\n" not in text:
+        return old, new
+    mixed = text.count("\r\n") < text.count("\n")
+    if old in text and (mixed or "\r\n" in old):
+        return old, new
+    old, new = (part.replace("\r\n", "\n").replace("\n", "\r\n") for part in (old, new))
+    return old, new
+
+
 def without_escapes(text: str) -> str:
     """A terminal's output as plain text: without colours and cursor movements, lines end with LF."""
     return _ESCAPES.sub("", text).replace("\r\n", "\n")

@@ -92,6 +92,8 @@ def test_replacing_keeps_line_ends(backend):
     assert backend.download_files(["/w/crlf"])[0].content == b"1\r\n2\r\n"
     assert backend.edit("/w/crlf", "1", "0\n1").occurrences == 1
     assert backend.download_files(["/w/crlf"])[0].content == b"0\r\n1\r\n2\r\n"
+    assert backend.edit("/w/crlf", "0\r\n1", "0\n1").occurrences == 1  # whoever writes a CRLF changes line ends
+    assert backend.download_files(["/w/crlf"])[0].content == b"0\n1\r\n2\r\n"
     assert "not found" in backend.edit("/w/crlf", "three", "3").error
     assert backend.edit("/w/nothing", "a", "b").error
 

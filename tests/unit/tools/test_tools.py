@@ -284,6 +284,21 @@ class TestPatch:
         await use("patch", path="f", old="b", new="b1\nb2")
         assert (root / "f").read_bytes() == b"a\r\nb1\nb2\nc\n"
 
+    @pytest.mark.parametrize(
+        ("before", "old", "new", "after"),
+        [
+            (b"a\r\nb\r\n", "a\r\nb", "a\nb", b"a\nb\r\n"),  # whoever writes a CRLF changes line ends
+            (b"a\r\nb\r\n", "a\r\nb\n", "x\n", b"x\r\n"),  # a mixture is a slip
+            (b"a\rb\r\n", "a\rb", "a\nb", b"a\r\nb\r\n"),  # a CR alone ends no line
+            (b"a\nb\n", "b", "b\r\nc", b"a\nb\r\nc\n"),
+            (b"\xff\r\nb\r\n", "b", "b\nc", b"\xff\r\nb\r\nc\r\n"),
+        ],
+    )
+    async def test_line_ends_of_the_file(self, use, root, before, old, new, after):
+        (root / "f").write_bytes(before)
+        assert (await use("patch", path="f", old=old, new=new)).success
+        assert (root / "f").read_bytes() == after
+
     async def test_a_diff_of_several_files(self, use, root):
         (root / "a.py").write_text("one\ntwo\nthree\nfour\n")
         (root / "gone").write_text("bye\n")
