@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from atropos.envs.adapter import check_tokenizer
-from atropos.envs.servers import probe_servers
+from atropos.envs.servers import probe_servers, stop_servers
 from atropos.errors import ConfigError, InferenceError
 from tests.unit.envs.support import ScriptEnv, make
 from tests.web_app import serving
@@ -60,7 +60,7 @@ async def test_a_useless_server_is_named(answer, kind, says):
     async with server(**answer) as url:
         env = make(ScriptEnv, url, None, server_type=kind)
         with pytest.raises(InferenceError, match=f"(?s)openai.base_url: {url}.*{says}"):
-            await env.setup()
+            await env.process_manager()
         assert not env.backend.running
 
 
@@ -69,13 +69,14 @@ async def test_busy_server_asked_again(kind, faulty_policy):
     async with faulty_policy(fault="503", fault_rate=0.33) as policy:  # the first two requests
         env = make(ScriptEnv, policy.url, None, server_type=kind)
         await probe_servers(env.server, env.tokenizer, 20)
+        await stop_servers(env.server)
 
 
 @pytest.mark.parametrize("kind", ["vllm", "openai"])
 async def test_missing_server_is_advised(kind):
     env = make(ScriptEnv, "http://127.0.0.1:9/v1", None, server_type=kind)
     with pytest.raises(InferenceError, match=r"start the server, or correct --openai\.base_url"):
-        await env.setup()
+        await env.process_manager()
 
 
 async def test_gated_tokenizer_is_found(monkeypatch, tmp_path):

@@ -73,6 +73,7 @@ async def test_unfinished_come_first(tmp_path, policy):
     first.save_checkpoint(40)
     held.set()
     await asyncio.gather(*first.workers)
+    await first._close()
 
     second = started_again()
     assert await names(second, 1) == ["item-0"]
@@ -114,7 +115,7 @@ async def test_config_error_ends_it(policy):
 
 async def test_evaluation_changes_no_mean_score(policy):
     env = make(url=policy.url)
-    await env.setup()
-    await env.collect_trajectories({"name": "one letter", "script": ["x"]})
-    await env.evaluate()
+    async with env.running():
+        await env.collect_trajectories({"name": "one letter", "script": ["x"]})
+        await env.evaluate()
     assert env.metrics.as_dict()["env/score_mean"] == 1.0

@@ -183,7 +183,7 @@ async def test_contradicted_settings_are_refused(settings, says):
         env = make(ScriptEnv, url, None, **settings)
         env.server.servers[0].inference.model = "default"
         with pytest.raises(ConfigError, match=says):
-            await env.setup()
+            await env.process_manager()
         assert not env.backend.running
 
 
@@ -192,7 +192,7 @@ async def test_unknown_model_is_refused():
     async with server(api, answer) as (url, _):
         env = make(ScriptEnv, url, None)
         with pytest.raises(ConfigError, match=r"openai\.model_name: .*it serves tiny"):
-            await env.setup()
+            await env.process_manager()
 
 
 @shows("allow_raw_logprobs")
@@ -500,8 +500,10 @@ async def test_a_server_must_take_tools(tmp_path):
     async with serving(app) as url:
         env = hermes_support.make(Hermes, (f"{url}/v1", None), tmp_path, [], server_type="openai")
         with pytest.raises(InferenceError, match=f"(?s){why}.*start the server with what its answer asks for"):
-            await env.setup()
-        await probe_servers(make(ScriptEnv, f"{url}/v1", None, server_type="openai").server, env.tokenizer, 20)
+            await env.process_manager()
+        plain = make(ScriptEnv, f"{url}/v1", None, server_type="openai")
+        await probe_servers(plain.server, plain.tokenizer, 20)
+        await stop_servers(plain.server)
 
 
 REFUSALS = {

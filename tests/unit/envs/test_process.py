@@ -329,23 +329,21 @@ async def test_hooks_see_one_workspace(policy, tmp_path):
 
 async def test_one_trajectory_by_itself(policy):
     env = make(ScriptEnv, policy.url, None)
-    await env.setup()
-    single, backlog = await env.collect_trajectory(items(1)[0])
-    assert (single["scores"], backlog) == (4.0, [])
-    assert len(single["tokens"]) == len(single["masks"]) == len(single["inference_logprobs"])
-    answer, facts = await env.run_agent(env.build_task(items(1)[0]))
-    assert (answer, facts) == ("done", {"success": True, "error": None, "tool_calls": 1})
-    assert not env.stand_in.live
-    await env.shutdown_tool_backend()
+    async with env.running():
+        single, backlog = await env.collect_trajectory(items(1)[0])
+        assert (single["scores"], backlog) == (4.0, [])
+        assert len(single["tokens"]) == len(single["masks"]) == len(single["inference_logprobs"])
+        answer, facts = await env.run_agent(env.build_task(items(1)[0]))
+        assert (answer, facts) == ("done", {"success": True, "error": None, "tool_calls": 1})
+        assert not env.stand_in.live
     await env.shutdown_tool_backend()
 
 
 async def test_run_agent_keeps_workspace(policy):
     env = make(ScriptEnv, policy.url, None)
-    await env.setup()
-    await env.run_agent(env.build_task(items(1)[0]), trajectory_id="mine")
-    assert env.stand_in.live == {"mine"}
-    await env.shutdown_tool_backend()
+    async with env.running():
+        await env.run_agent(env.build_task(items(1)[0]), trajectory_id="mine")
+        assert env.stand_in.live == {"mine"}
 
 
 async def test_hook_has_slot_when_full(policy, tmp_path):
@@ -382,14 +380,14 @@ async def test_template_takes_system(policy):
     with pytest.raises(
         ConfigError, match=r"env\.tokenizer_name: .* takes no system message.*System role not supported"
     ):
-        await env.setup()
+        await env.process_manager()
 
 
 async def test_missing_template_refused(policy):
     env = make(ScriptEnv, policy.url, None)
     env.tokenizer.chat_template = None
     with pytest.raises(ConfigError, match=r"^tokenizer_name: this tokenizer has no chat template"):
-        await env.setup()
+        await env.process_manager()
 
 
 async def test_seeds_make_runs_repeat(policy, tmp_path):
@@ -469,10 +467,9 @@ async def test_incomplete_single_fails(policy):
             raise SlotLost("gone")
 
     env = make(Env, policy.url, None, trajectory_retries=0)
-    await env.setup()
-    with pytest.raises(GroupDropped, match="SlotLost"):
-        await env.collect_trajectory(items(1, {"calls": [call("x")]}, "y")[0])
-    await env.shutdown_tool_backend()
+    async with env.running():
+        with pytest.raises(GroupDropped, match="SlotLost"):
+            await env.collect_trajectory(items(1, {"calls": [call("x")]}, "y")[0])
 
 
 async def test_left_out_are_counted(policy, tmp_path):

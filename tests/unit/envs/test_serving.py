@@ -507,4 +507,4 @@ async def test_messages_on_request(policy, tmp_path):
     [[(text, score)]] = env.rollouts_for_wandb
     assert "[assistant]\ndone" in text
     assert score == 4.0
-    await env.shutdown_tool_backend()
+    await env._close()
