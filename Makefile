@@ -42,7 +42,7 @@ test: setup  ## every test, on real parts
 	@bash scripts/test.sh $(PYTEST_ARGS)
 
 test-fast: setup  ## the tests of small parts, in about a minute: no engine, no sandbox server
-	@$(RUN) pytest -n "$$(($$(nproc) + 2))" --dist loadscope -m fast tests/unit $(PYTEST_ARGS)
+	@$(RUN) pytest -n "$$(($$(nproc) + 2))" --dist loadgroup --no-loadscope-reorder -m fast tests/unit $(PYTEST_ARGS)
 
 test-cgroup2: setup  ## the tests of limits on an emulated machine with cgroup v2 alone (slow; root, for debootstrap)
 	@$(RUN) python scripts/cgroup2.py $(PYTEST_ARGS)

@@ -22,4 +22,4 @@ if [ -n "${CI:-}" ]; then # elsewhere they would stay, and some start services: 
 fi
 bash scripts/peers.sh || echo "not all packages of adapters could be installed: their tests are skipped" >&2
 backends=${ATROPOS_BACKENDS:-local,docker,nomad}
-exec python scripts/engines.py "$backends" pytest -n "$(($(nproc) + 2))" --dist loadscope --durations=30 "$@"
+exec python scripts/engines.py "$backends" python scripts/every_test.py "$@"

@@ -324,6 +324,7 @@ async def beside_it() -> float:
     return time.perf_counter() - began
 
 
+@pytest.mark.alone("compares times")
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_busy_host_costs_no_reward(pool, tmp_path):
     room = asyncio.Semaphore(AT_ONCE)

@@ -7,11 +7,13 @@ import contextlib
 import time
 
 import aiohttp
+import pytest
 
 from atropos.net.admission import MAX_UNAUTHENTICATED
 from tests.e2e.servers import OWN, TOKEN, running
 
 
+@pytest.mark.alone("compares times")
 async def test_half_open_connections_keep_none_out():
     opened: list[asyncio.StreamWriter] = []
 

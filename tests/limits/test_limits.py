@@ -20,6 +20,7 @@ from tests.waiting import SLOWNESS
 
 needs_cgroups = privileges.cgroups
 in_one_loop = pytest.mark.asyncio(loop_scope="module")
+MARKS = {scenarios.the_share_of_the_cpu_follows_the_weight: pytest.mark.alone("compares times")}
 LIMITS = {
     "memory_mib": 128,
     "pids": 40,
@@ -207,6 +208,6 @@ def driver(tmp_path_factory):
     driver.close()
 
 
-@pytest.mark.parametrize("name", [scenario.__name__ for scenario in scenarios.ALL])
+@pytest.mark.parametrize("name", [pytest.param(each.__name__, marks=MARKS.get(each, ())) for each in scenarios.ALL])
 def test_the_kernel_s_side_of_limits(driver, name):
     driver.run(scenarios.__name__, name)

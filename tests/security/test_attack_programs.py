@@ -14,6 +14,26 @@ from tests.security.prelude import program
 from tests.waiting import SLOWNESS
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
+COUNTED_TOGETHER = (
+    "descriptors_in_flight",
+    "socket_buffers_without_end",
+    "pipe_buffers_without_end",
+    "inotify_without_end",
+    "queued_signals_and_timers_without_end",
+    "message_queues_without_end",
+    "terminals_without_end",
+    "watches_of_epoll_without_end",
+    "timers_without_end",
+    "mapped_and_locked_memory",
+)
+"""What they use up is counted for a user, or for the whole machine, and not in a slot's cgroup."""
+ALONE = dict.fromkeys(COUNTED_TOGETHER, pytest.mark.alone("uses up what slots of all servers have together"))
+
+
+def marked(names, **marks):
+    """Programs as parameters of a test; `marks`: of some, beside those that run alone."""
+    marks |= ALONE
+    return [pytest.param(name, marks=marks.get(name, ())) for name in names]
 
 
 def source(slot, body: str, secret_file) -> str:
@@ -50,16 +70,13 @@ async def test_no_neighbour_is_reached(attacker, pool, secret_file, name):
 
 
 @privileges.cgroups
-@pytest.mark.parametrize("name", programs.BOMBS)
+@pytest.mark.parametrize("name", marked(programs.BOMBS))
 async def test_no_bomb_harms_others(attacker, pool, secret_file, name):
     await attack(attacker, programs.BOMBS[name], secret_file, pool)
     await usable(attacker)
 
 
-COUNTED = {"processes_of_other_users": privileges.cgroups}
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=COUNTED.get(name, ())) for name in programs.TRICKS])
+@pytest.mark.parametrize("name", marked(programs.TRICKS, processes_of_other_users=privileges.cgroups))
 async def test_no_trick_takes_the_slot(attacker, pool, secret_file, name):
     await attack(attacker, programs.TRICKS[name], secret_file, pool, timeout_s=2)
     await usable(attacker)
@@ -70,7 +87,7 @@ RELEASED = ("fork_without_end", "threads_without_end", "memory_without_end", "fi
             "orphans_and_zombies_without_end", *programs.TRICKS)  # fmt: skip
 
 
-@pytest.mark.parametrize("name", RELEASED)
+@pytest.mark.parametrize("name", marked(RELEASED))
 async def test_released_midway_is_whole(pool, beside, secret_file, name):
     body = {**programs.BOMBS, **programs.TRICKS}[name]
     async with pool.lease(f"leaver-{name}") as slot:

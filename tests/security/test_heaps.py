@@ -202,6 +202,7 @@ except OSError as error:
 """
 
 
+@pytest.mark.alone("uses up what the kernel counts for all servers together")
 async def test_shared_counters_touch_no_neighbour(pool, beside):
     """One slot takes all that it can of what the kernel counts per user.
 

@@ -23,7 +23,7 @@ from tests.security.calm import Clock, Control, Watch
 from tests.security.conftest import NEIGHBOUR
 from tests.security.test_attack_programs import source
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.alone("compares times")]
 REST = {**programs.ESCAPE, **programs.NEIGHBOURS}
 FEW = (
     "fork_without_end",

@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+pytestmark = pytest.mark.alone("compares times")
 TRAJECTORIES, CALLS = 32, 40
 MOST = 4
 """p99 by p50. Where all slots of a machine share one group of the CPU controller it is 8 to 19, else 1.3 to 2.5."""

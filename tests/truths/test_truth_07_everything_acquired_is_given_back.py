@@ -65,6 +65,7 @@ async def trainer(mark: str) -> asyncio.subprocess.Process:
     return process
 
 
+@pytest.mark.alone("compares times")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 async def test_an_ended_trainer_leaves_no_process(engine, number):
     before = set(descendants())

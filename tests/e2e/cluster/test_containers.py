@@ -16,7 +16,7 @@ from tests.e2e.nomad_proxy import NomadProxy
 from tests.engines import containers_of_allocation, kill_container
 from tests.waiting import until
 
-pytestmark = [pytest.mark.nomad, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.nomad, pytest.mark.xdist_group("cluster"), pytest.mark.timeout(1800)]
 
 
 async def container_of(key: str) -> str:

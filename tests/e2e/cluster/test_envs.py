@@ -16,7 +16,7 @@ from tests.e2e.hermes_support import running_policy
 from tests.engines import kill_container
 from tests.waiting import until
 
-pytestmark = [pytest.mark.nomad, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.nomad, pytest.mark.xdist_group("cluster"), pytest.mark.timeout(1800)]
 
 
 @pytest.fixture

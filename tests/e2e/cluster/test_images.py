@@ -12,7 +12,7 @@ from tests.images.between import Between
 from tests.images.conftest import images  # noqa: F401 - a fixture
 from tests.images.registry import several
 
-pytestmark = [pytest.mark.nomad, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.nomad, pytest.mark.xdist_group("cluster"), pytest.mark.timeout(600)]
 
 
 async def test_a_cluster_pulls_an_image_once(cluster, tmp_path, images):  # noqa: F811

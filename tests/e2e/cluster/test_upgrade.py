@@ -15,7 +15,7 @@ from tests.e2e.hermes_support import running_policy
 from tests.engines import ROOT
 from tests.waiting import until
 
-pytestmark = [pytest.mark.nomad, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.nomad, pytest.mark.xdist_group("cluster"), pytest.mark.timeout(1800)]
 BASE = "atropos-sandbox:local"
 
 

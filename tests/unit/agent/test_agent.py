@@ -33,6 +33,8 @@ from examples.policy.server import PolicyServer
 from examples.policy.tokenizer import FOLDER
 from tests.processes import be_stopped
 
+pytestmark = pytest.mark.waits
+
 
 @functools.cache
 def tokenizer():

@@ -25,6 +25,8 @@ from tests.faults.proxy import Fault, proxied
 from tests.unit.server.fakes import TOKEN, FakeHost, Running, serving
 from tests.waiting import SLOWNESS, until
 
+pytestmark = pytest.mark.waits
+
 ids = itertools.count()
 
 

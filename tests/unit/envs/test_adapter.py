@@ -15,6 +15,8 @@ from atropos.errors import ConfigError, InferenceError
 from tests.unit.envs.support import ScriptEnv, make
 from tests.web_app import serving
 
+pytestmark = pytest.mark.waits
+
 
 @contextlib.asynccontextmanager
 async def server(handle=None, **answer):

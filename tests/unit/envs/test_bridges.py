@@ -17,6 +17,8 @@ from atropos.envs import bridges
 from atropos.errors import ConfigError
 from tests.unit.envs.support import ScriptEnv, call, items, make
 
+pytestmark = pytest.mark.waits
+
 P, A, B = MASKED, 7, 8
 GROUP = {
     "tokens": [[1, 2, 7, 8, 3, 7], [1, 2, 8, 3]],

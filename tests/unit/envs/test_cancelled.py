@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from atropos.envs.hermes.tool_context import ToolContext
 from atropos.tools import ToolExecutor, build_tool_registry
 from tests.unit.envs.support import ScriptEnv, StandInExecutor, make
 from tests.unit.tools.fakes import FakePool
+
+pytestmark = pytest.mark.waits
 
 
 class SlowExecutor(StandInExecutor):

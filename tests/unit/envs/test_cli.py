@@ -21,6 +21,8 @@ from atropos.errors import ConfigError
 from examples.policy.tokenizer import FOLDER
 from tests.unit.envs.support import ScriptEnv
 
+pytestmark = pytest.mark.waits
+
 GOOD = {
     "--env.tool_pool_mode": "local",
     "--env.tokenizer_name": str(FOLDER),

@@ -14,6 +14,8 @@ from examples.policy.tokenizer import FOLDER
 from tests.unit.envs.support import ScriptEnv, items
 from tests.waiting import until
 
+pytestmark = pytest.mark.waits
+
 
 class Dataset(DatasetEnv, ScriptEnv):
     name = "dataset"

@@ -24,6 +24,8 @@ from tests.settings import shows
 from tests.unit.envs.support import ScriptEnv, StandInExecutor, items, make
 from tests.unit.envs.test_process import groups_in
 
+pytestmark = pytest.mark.waits
+
 
 def terminal(command):
     return ToolCall(name="terminal", arguments={"command": command})

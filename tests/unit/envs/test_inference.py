@@ -32,6 +32,8 @@ from tests.unit.envs.support import ScriptEnv, make
 from tests.waiting import until
 from tests.web_app import serving
 
+pytestmark = pytest.mark.waits
+
 VLLM = json.loads((Path(__file__).parents[2] / "inference/vllm.json").read_text())
 """Answers of vLLM 0.32, as tests/inference/record.py wrote them."""
 LOGITS = {3: 2.0, 4: 1.0, 5: 0.0}

@@ -21,6 +21,8 @@ from tests.e2e.hermes_support import sampled
 from tests.settings import shows
 from tests.unit.envs.support import ScriptEnv, StandInExecutor, call, items, make, turns
 
+pytestmark = pytest.mark.waits
+
 
 def groups_in(path):
     return [json.loads(line) for line in path.read_text().splitlines()]

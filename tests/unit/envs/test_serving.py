@@ -26,6 +26,8 @@ from tests.unit.envs.support import ScriptEnv, make
 from tests.waiting import until
 from tests.web_app import serving
 
+pytestmark = pytest.mark.waits
+
 
 @contextlib.asynccontextmanager
 async def trajectory_api(*statuses: int, batch_size: int = 8, delay_s: float = 0.0, latest: bool = True):

@@ -35,6 +35,8 @@ from tests.settings import shows
 from tests.unit.envs.support import ScriptEnv, StandInExecutor, call, items, make
 from tests.web_app import serving
 
+pytestmark = pytest.mark.waits
+
 TWO_CALLS = [{"calls": [call("a")]}, {"calls": [call("b")]}, "done"]
 
 

@@ -13,6 +13,8 @@ import pytest
 
 from atropos.net import relay
 
+pytestmark = pytest.mark.waits
+
 IDLE_S = 4.0
 """Much longer than a busy machine keeps a process waiting: what moves every eighth of it is never idle."""
 

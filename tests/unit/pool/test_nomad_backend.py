@@ -21,6 +21,8 @@ from atropos.slots.backends.nomad.refusals import NomadRefused
 from tests.unit.pool.fake_nomad import FakeNomad
 from tests.waiting import SLOWNESS, until
 
+pytestmark = pytest.mark.waits
+
 
 def nonsense() -> web.Response:
     return web.json_response([])

@@ -28,6 +28,8 @@ from tests.settings import shows
 from tests.unit.pool.model import SLOT, ModelClient, model_pool, pool_tasks, settled
 from tests.waiting import until
 
+pytestmark = pytest.mark.waits
+
 
 async def test_lease_use_and_release():
     pool, backend = model_pool()

@@ -6,7 +6,7 @@ from tests.settings import shows
 from tests.unit.sandbox import scenarios
 from tests.unit.sandbox.conftest import OWN_BASE
 
-pytestmark = pytest.mark.slow("starts servers")
+pytestmark = [pytest.mark.slow("starts servers"), pytest.mark.waits]
 
 MODULE = "tests.unit.sandbox.scenarios"
 
