@@ -16,7 +16,7 @@ from atropos.testing.waiting import until
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-async def test_demand_opens_containers_waits_in_line_and_idleness_closes_them(fresh_pool: FreshPool) -> None:
+async def test_demand_scales_the_pool(fresh_pool: FreshPool) -> None:
     async with fresh_pool(max_containers=2, idle_container_s=0.5, acquire_timeout_s=90) as pool:
         slots = [await pool.acquire(f"t{n}") for n in range(3)]
         assert len({slot.container for slot in slots}) == 2
@@ -35,9 +35,7 @@ async def test_demand_opens_containers_waits_in_line_and_idleness_closes_them(fr
             assert (await slot.exec("echo ok")).output == "ok\n"
 
 
-async def test_a_killed_server_loses_its_leases_alone_and_is_replaced(
-    fresh_pool: FreshPool, harness: BackendHarness
-) -> None:
+async def test_killed_server_is_replaced(fresh_pool: FreshPool, harness: BackendHarness) -> None:
     async with fresh_pool(min_containers=2, max_containers=2, acquire_timeout_s=90) as pool:
         slots = await asyncio.gather(*(pool.acquire(f"t{n}") for n in range(4)))
         victim = slots[0].container
@@ -62,7 +60,7 @@ async def test_a_killed_server_loses_its_leases_alone_and_is_replaced(
         await asyncio.gather(*(slot.release() for slot in slots))
 
 
-async def test_stopping_in_the_middle_of_everything_leaves_nothing(fresh_pool: FreshPool) -> None:
+async def test_stop_midway_leaves_nothing(fresh_pool: FreshPool) -> None:
     async with fresh_pool(slots_per_container=4, max_containers=2, acquire_timeout_s=90) as pool:
         slots = [await pool.acquire(f"t{n}") for n in range(3)]
         calls = [asyncio.create_task(slot.exec("sleep 1000 & sleep 1000")) for slot in slots]
@@ -87,7 +85,7 @@ async def test_two_pools_do_not_meet(fresh_pool: FreshPool) -> None:
 
 
 @pytest.mark.parametrize("after_s", [0.05, 0.2, 0.6])  # while it asks, while containers are made, while they come up
-async def test_a_start_that_is_cancelled_leaves_nothing(harness: BackendHarness, after_s: float) -> None:
+async def test_cancelled_start_leaves_nothing(harness: BackendHarness, after_s: float) -> None:
     config = harness.config(slots_per_container=2)
     pool = SlotPool(config)
     task = asyncio.create_task(pool.start())

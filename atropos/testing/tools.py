@@ -95,7 +95,7 @@ class TestTerminal:
         assert (result.timed_out, result.output) == (True, "begun\n")
         assert (await use("terminal", command="pgrep -c sleep || true")).output.strip() in {"0", ""}
 
-    async def test_a_hundred_megabytes_of_output_are_head_and_tail(self, use: Use) -> None:
+    async def test_long_output_is_head_and_tail(self, use: Use) -> None:
         result = await use(
             "terminal", command="echo first; head -c 100000000 /dev/zero | tr '\\0' 'x'; echo; echo last"
         )
@@ -151,7 +151,7 @@ class TestProcesses:
         assert ended.exit_code == 0
         assert "tty y" in ended.output
 
-    async def test_a_command_in_the_foreground_on_a_terminal(self, use: Use) -> None:
+    async def test_foreground_on_a_terminal(self, use: Use) -> None:
         result = await use("terminal", command="test -t 1 && printf '\\033[31mred\\033[0m\\n'; exit 3", pty=True)
         assert (result.output, result.exit_code) == ("red\n", 3)
         late = await use("terminal", command="echo begun; sleep 600", pty=True, timeout=3)
@@ -161,7 +161,7 @@ class TestProcesses:
         assert flood.output.endswith("\n100000\n")
         assert (flood.truncated, flood.limit) == (True, "output")
 
-    async def test_pipes_are_closed_and_exit_codes_kept(self, use: Use) -> None:
+    async def test_pipes_close_exit_codes_stay(self, use: Use) -> None:
         session = session_id(await use("terminal", command="sort; exit 5", background=True))
         await use("process", action="write", session_id=session, data="b\na\n")
         await use("process", action="close", session_id=session)
@@ -170,7 +170,7 @@ class TestProcesses:
         assert "exit code 5" in again.output
         assert "a\nb\n" in again.output
 
-    async def test_several_at_once_and_what_fell_out_of_the_buffer_is_counted(self, use: Use) -> None:
+    async def test_several_sessions_at_once(self, use: Use) -> None:
         first = session_id(await use("terminal", command="seq 100000", background=True))
         second = session_id(await use("terminal", command="exec sleep 600", background=True))
         ended = await use("process", action="wait", session_id=first, timeout=30)
@@ -188,7 +188,7 @@ class TestProcesses:
         ended = await use("process", action="wait", session_id=session, timeout=30)
         assert "Progress 50%" in ended.output
 
-    async def test_a_session_of_another_trajectory_is_unknown(self, use: Use, executor: ToolExecutor) -> None:
+    async def test_others_sessions_are_unknown(self, use: Use, executor: ToolExecutor) -> None:
         session = session_id(await use("terminal", command="exec sleep 600", background=True))
         other = await use("process", trajectory="other", action="poll", session_id=session)
         assert f"no session '{session}'" in error(other)
@@ -217,14 +217,14 @@ class TestFiles:
         ).output == "3\n"
         assert (await use("search_files", pattern="return .")).output == "src/a.py:2:    return 3\n[1 match in 1 file]"
 
-    async def test_a_patch_that_does_not_fit_changes_nothing(self, use: Use) -> None:
+    async def test_unfit_patch_changes_nothing(self, use: Use) -> None:
         await use("write_file", path="a", content="a\n")
         await use("write_file", path="b", content="b\n")
         diff = "--- a/a\n+++ b/a\n@@ -1 +1 @@\n-a\n+A\n--- a/b\n+++ b/b\n@@ -1 +1 @@\n-x\n+X\n"
         assert "does not apply to b" in error(await use("patch", diff=diff))
         assert (await use("terminal", command="cat a b")).output == "a\nb\n"
 
-    async def test_a_patch_keeps_modes_and_undoes_what_it_began(self, use: Use) -> None:
+    async def test_failed_patch_is_undone(self, use: Use) -> None:
         await use("terminal", command="echo one > a; chmod 755 a; echo two > b; mkdir d")
         diff = "--- a/a\n+++ b/a\n@@ -1 +1 @@\n-one\n+ONE\n--- /dev/null\n+++ b/b/c\n@@ -0,0 +1 @@\n+x\n"
         assert not (await use("patch", diff=diff)).success
@@ -238,7 +238,7 @@ class TestFiles:
             assert (await use("read_file", path=name)).output == "     1|x", name
             assert (await use("patch", path=name, old="x", new="y")).success, name
 
-    async def test_a_tilde_is_the_home_that_commands_have(self, use: Use) -> None:
+    async def test_tilde_is_the_commands_home(self, use: Use) -> None:
         assert (await use("write_file", path="~/notes.txt", content="kept at home")).success
         assert (await use("terminal", command="cat notes.txt", workdir="~")).output == "kept at home"
         assert (await use("read_file", path="~/notes.txt")).output.endswith("kept at home")
@@ -289,7 +289,7 @@ class TestFiles:
         assert "pattern" in error(await use("search_files", pattern="("))
 
     @pytest.mark.parametrize("ripgrep", [True, False])
-    async def test_patterns_are_looked_for_in_each_line(self, use: Use, ripgrep: bool) -> None:
+    async def test_patterns_match_line_by_line(self, use: Use, ripgrep: bool) -> None:
         await use("write_file", path="lines", content="import os\r\nclass É:\r\n\r\n    end\n")
         if not ripgrep:
             await use("terminal", command="rm -f $(which -a rg)")
@@ -353,7 +353,7 @@ class TestSessions:
         assert "100x30" in (await use("session", action="screen")).output
         await use("session", action="send", keys=["q"])
 
-    async def test_programs_know_the_windows_size_and_hear_of_its_change(self, use: Use) -> None:
+    async def test_window_size_is_known(self, use: Use) -> None:
         await use("session", action="start", command="trap 'stty size' WINCH; stty size; while :; do sleep 0.05; done",
                   rows=17, cols=53)  # fmt: skip
         await until_matched(use, "^17 53$")
@@ -361,7 +361,7 @@ class TestSessions:
         await until_matched(use, "^31 97$")
         await use("session", action="close")
 
-    async def test_an_installer_asks_shows_its_progress_and_is_answered(self, use: Use) -> None:
+    async def test_installer_is_answered(self, use: Use) -> None:
         """As apt does it: a question, a bar that is drawn over itself on the last row, and a line at the end."""
         script = """
         read -p 'After this operation, 12 MB will be used. Do you want to continue? [Y/n] ' answer
@@ -401,7 +401,7 @@ class TestSessions:
         log = await use("terminal", command="git log --format=%s; ls", workdir="r")
         assert log.output == "commit2\ncommit1\nf1\nf2\nf3\n"
 
-    async def test_several_sessions_keys_scrollback_and_recordings(self, use: Use, executor: ToolExecutor) -> None:
+    async def test_keys_scrollback_and_recordings(self, use: Use, executor: ToolExecutor) -> None:
         one = session_id(await use("session", action="start", command="bash --norc", record=True))
         two = session_id(await use("session", action="start", command="cat"))
         unclear = await use("session", action="screen")
@@ -428,7 +428,7 @@ class TestSessions:
         assert (await use("session", action="close", session_id=session)).success
 
 
-async def test_a_trajectory_released_in_the_middle_of_a_call_ends_it(executor: ToolExecutor) -> None:
+async def test_release_midway_ends_the_call(executor: ToolExecutor) -> None:
     call = asyncio.create_task(executor.execute("r", ToolCall(name="terminal", arguments={"command": "sleep 600"})))
     await until(lambda: executor.stats().leased, "the lease")
     await executor.release_trajectory("r")
@@ -436,7 +436,7 @@ async def test_a_trajectory_released_in_the_middle_of_a_call_ends_it(executor: T
         await call
 
 
-async def test_cancelling_a_call_ends_its_command_and_leaves_the_trajectory_usable(executor: ToolExecutor) -> None:
+async def test_cancelled_call_ends_alone(executor: ToolExecutor) -> None:
     async def run(command: str) -> ToolResult:
         return await executor.execute("c", ToolCall(name="terminal", arguments={"command": command}))
 
@@ -452,7 +452,7 @@ async def test_cancelling_a_call_ends_its_command_and_leaves_the_trajectory_usab
     await executor.release_trajectory("c")
 
 
-async def test_recordings_are_written_at_the_release(pool: SlotPool, tmp_path: Path) -> None:
+async def test_release_writes_recordings(pool: SlotPool, tmp_path: Path) -> None:
     config = ToolExecutorConfig(recordings_dir=str(tmp_path), limits=ToolLimits(record_sessions=True))
     async with ToolExecutor(pool, build_tool_registry(["session", "default"]), config) as executor:
         command = "echo recorded; until [ -e go ]; do sleep 0.02; done; echo late; touch over"
@@ -467,7 +467,7 @@ async def test_recordings_are_written_at_the_release(pool: SlotPool, tmp_path: P
     assert "late" in text
 
 
-async def test_random_calls_cancellations_and_releases_leave_every_slot_free(pool: SlotPool) -> None:
+async def test_random_ends_free_every_slot(pool: SlotPool) -> None:
     commands = [
         "echo hi > f; cat f",
         "sleep 600",

@@ -245,7 +245,7 @@ def test_a_creator_says_what_is_reached(tmp_path: Path):
                 assert reached(sandbox) == hosts, update
 
 
-def test_an_option_that_is_not_there_is_refused(server: Server):
+def test_unknown_option_is_refused(server: Server):
     identity = {"tokens": {"cloud": {"audience": "a", "token_type": "JWT-SVID"}}}
     for field, option in (
         ("volumeMounts", {"volume_mounts": {"/mnt": "volume"}}),
@@ -355,7 +355,7 @@ def test_slow_and_lost_clients_harm_nobody(sandbox: Sandbox):
         time.sleep(0.1)
 
 
-def test_files_go_in_and_come_out_as_they_were(sandbox: Sandbox):
+def test_files_come_out_as_they_went_in(sandbox: Sandbox):
     files = sandbox.files
     assert files.write("new/text.txt", "zwölf").path == "/home/user/new/text.txt"
     assert files.read("/home/user/new/text.txt") == "zwölf"
@@ -471,7 +471,7 @@ def test_a_target_of_a_link_forges_no_path(sandbox: Sandbox):
     assert folder.path == "/home/user/links/b\t"
 
 
-def test_a_watched_folder_tells_what_happened(sandbox: Sandbox):
+def test_watched_folder_tells_changes(sandbox: Sandbox):
     sandbox.files.write("w/old", "1")
     watcher = sandbox.files.watch_dir("w", recursive=True)
     sandbox.commands.run("cd w; mkdir s; echo > s/new; echo 2 >> old")
@@ -485,7 +485,7 @@ def test_a_watched_folder_tells_what_happened(sandbox: Sandbox):
         sandbox.files.watch_dir("nowhere")
 
 
-async def test_watchers_of_both_kinds_have_one_bound(server: Server):
+async def test_watchers_have_one_bound(server: Server):
     sandbox = await AsyncSandbox.create(**server.options)
     same = Sandbox.connect(sandbox.sandbox_id, **server.options)
     for _ in range(63):
@@ -545,7 +545,7 @@ async def test_twenty_sandboxes_at_once_run_apart(server: Server):
     assert await asyncio.gather(*(one(number) for number in range(20))) == [f"{number}!" for number in range(20)]
 
 
-async def test_a_full_or_lost_server_is_no_exit_code(tmp_path: Path):
+async def test_lost_server_is_no_exit_code(tmp_path: Path):
     settings = tmp_path / "settings.toml"
     settings.write_text("acquire_s = 0.5")
     with serving("--slots-per-container", "3", "--config", str(settings)) as server:
@@ -575,7 +575,7 @@ def test_a_lost_client_gets_no_sandbox(tmp_path: Path):
 
 
 @pytest.mark.parametrize("headers", [{}, {"X-API-Key": "wrong"}, {"X-Access-Token": "wrong"}])
-def test_nothing_is_answered_without_the_token(server: Server, headers: dict[str, str]):
+def test_no_answer_without_the_token(server: Server, headers: dict[str, str]):
     for path in ("/e2b/v2/sandboxes", "/e2b/health", "/e2b/files?path=/etc/passwd", "/e2b/nothing"):
         assert httpx.get(server.url + path, headers=headers).status_code == 401
     right = {"X-API-Key": TOKEN}

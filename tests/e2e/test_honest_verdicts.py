@@ -260,7 +260,7 @@ async def test_lowered_limit_is_no_zero(pool, tmp_path, mode, mib, fits):
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("mode", MODES)
-async def test_lowered_limit_that_no_call_saw_is_no_zero(pool, tmp_path, mode):
+async def test_unseen_lowered_limit_is_no_zero(pool, tmp_path, mode):
     """A server runs out of memory while the tests ask it, or before the agent's slot is given back."""
     name = f"hungry-{mode}-{os.getpid()}"
     asks = "until cat < /dev/tcp/127.0.0.1/8127; do sleep 0.1; done 2>/dev/null\n" if mode != "separate" else ""

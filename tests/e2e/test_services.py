@@ -150,7 +150,7 @@ async def said(slot, command):
     return result.output.strip()
 
 
-async def test_a_web_service_and_its_store_are_one_task(pool, make):
+async def test_web_service_and_store(pool, make):
     task = make(
         f"""
   main: {{build: ., depends_on: {{web: {{condition: service_healthy}}}}}}
@@ -170,7 +170,7 @@ exec 3<>/dev/tcp/store/6379; echo GET answer >&3; read -r answer <&3
         await until(lambda: pool.stats().leased == 0, "they are released together")
 
 
-async def test_the_example_is_solved_by_its_solution_alone(pool):
+async def test_only_its_solution_solves_it(pool):
     task = load_task(EXAMPLE)
     assert [each.name for each in task.beside] == ["order-totals/orders", "order-totals/rates"]
     task = fit(task, Room.of(pool.config)).sized(task)
@@ -258,7 +258,7 @@ async def test_volumes_lie_in_each_other(pool, make):
         assert await said(web, "cat /deep/three /outer/inner/two /seed/one.txt") == "3\n2\n1"
 
 
-async def test_a_volume_in_another_is_seen_by_its_own_users_alone(pool, make):
+async def test_nested_volume_has_own_users(pool, make):
     task = make(
         """
   main: {build: ., volumes: ["shared:/deep/down/here", "code:/app"]}
@@ -295,7 +295,7 @@ async def test_volumes_of_one_service(pool, make):
         assert await said(slot, "echo 2 > /etc/one.txt; cat seed/one.txt") == "2"
 
 
-async def test_temporary_folders_and_variables_of_files(pool, make):
+async def test_tmpfs_and_env_files(pool, make):
     task = make(
         f"""
   main: {{build: .}}
@@ -375,7 +375,7 @@ async def test_a_service_that_fails_breaks_the_task(pool, make, service, why):
         ("./server/server.py", "/app", "Is a directory"),
     ],
 )
-async def test_a_volume_that_cannot_be_there_breaks_the_task(pool, make, source, target, why):
+async def test_impossible_volume_is_the_task_s(pool, make, source, target, why):
     task = make(
         f"""
   main: {{build: ., depends_on: [web], volumes: ["{source}:{target}"]}}
@@ -392,7 +392,7 @@ async def test_a_volume_that_cannot_be_there_breaks_the_task(pool, make, source,
             pass
 
 
-async def test_a_folder_that_is_missing_in_a_volume_is_made(pool, make):
+async def test_missing_volume_folder_is_made(pool, make):
     task = make(
         """
   main: {build: ., volumes: ["./seed:/seed"]}
@@ -405,7 +405,7 @@ async def test_a_folder_that_is_missing_in_a_volume_is_made(pool, make):
         assert await said(slot, "cat /seed/one.txt /seed/out/two") == "1\n2"
 
 
-async def test_a_lost_slot_of_a_service_is_no_verdict(pool, make):
+async def test_lost_service_is_no_verdict(pool, make):
     task = make(f"  main: {{build: .}}\n  web: {{build: server, environment: {{NAME: web}}, {HEALTHY}}}\n")
     async with Started(pool, task) as slot:
         [first] = [
@@ -428,7 +428,7 @@ async def play(pool, task, agent="nop"):
 
 
 @pytest.mark.parametrize("when", ["before", "itself", "child"])
-async def test_a_limit_lowered_for_a_service_is_no_zero(pool, make, when):
+async def test_service_s_lowered_limit_is_no_zero(pool, make, when):
     task = make(
         f"  main: {{build: .}}\n  db: {{build: server, command: [python3, /hungry.py, {when}], HEALTH}}\n".replace(
             "HEALTH", "healthcheck: {test: 'false', interval: 1s, retries: 99}" if when == "before" else "init: true"
@@ -509,7 +509,7 @@ async def test_a_step_finds_shared_logs_empty(pool, make, place, owner):
         assert await said(slot, "ls -d /logs/* /tests /solution 2> /dev/null; ls -d /etc") == "/logs/artifacts\n/etc"
 
 
-async def test_a_full_slot_is_no_fault_of_its_machine(pool):
+async def test_full_slot_is_no_machine_fault(pool):
     async with pool.lease("full", limits=LeaseLimits(inodes=1000, members=(LeaseLimits(),))) as slot:
         other = await pool.join(slot, ["other"])
         await said(other, "mkdir /data")

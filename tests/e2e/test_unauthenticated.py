@@ -14,7 +14,7 @@ from tests.e2e.servers import OWN, TOKEN, running
 
 
 @pytest.mark.alone("compares times")
-async def test_half_open_connections_keep_none_out():
+async def test_half_open_keeps_none_out():
     opened: list[asyncio.StreamWriter] = []
 
     async def flood(port: int) -> None:

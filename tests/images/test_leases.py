@@ -216,7 +216,7 @@ async def test_forks_stand_on_the_image(tmp_path, images):
         assert (await slot.exec("cat text; pwd")).output == "prepared\n/srv/app\n"
 
 
-async def test_closed_docker_settings_are_left_alone(tmp_path, images, monkeypatch):
+async def test_closed_docker_settings_stay(tmp_path, images, monkeypatch):
     busybox_image(tmp_path / "layout")
     images.push(tmp_path / "layout", "home:1")
     with tempfile.TemporaryDirectory() as home:
@@ -271,7 +271,7 @@ async def test_a_local_image_needs_no_registry(pool, tmp_path, form):
         assert (r.exit_code, r.output) == (0, f"from {form}")
 
 
-async def test_a_layout_may_keep_its_blobs_elsewhere(pool, tmp_path):
+async def test_blobs_may_be_elsewhere(pool, tmp_path):
     """As Bazel's rules_oci have it."""
     busybox_image(tmp_path / "layout", "from elsewhere")
     (tmp_path / "layout/blobs/sha256").rename(tmp_path / "cache")
@@ -294,7 +294,7 @@ async def test_a_changed_archive_is_not_sent(tmp_path):
             _ = [chunk async for chunk in chunks]
 
 
-async def test_an_archive_is_sent_again_when_removed(tmp_path):
+async def test_removed_archive_is_sent_again(tmp_path):
     busybox_image(tmp_path / "layout", "sent again")
     image = f"oci:{tmp_path}/layout:image"
     async with pool_for(tmp_path) as pool:
@@ -333,7 +333,7 @@ async def test_archives_live_as_long_as_readers(tmp_path, monkeypatch):
     assert open_in(temporary) == set()
 
 
-async def test_archives_are_shared_and_wait_for_room(tmp_path, monkeypatch):
+async def test_archives_wait_for_room(tmp_path, monkeypatch):
     for name in ("one", "two"):
         busybox_image(tmp_path / name)
     temporary = tmp_path / "temporary"
@@ -387,7 +387,7 @@ async def test_a_changed_or_lost_archive_is_named(tmp_path):
         await (await pool.acquire("two", image=f"oci-archive:{copy}")).release()
 
 
-async def test_an_archive_without_room_is_a_setting(tmp_path, monkeypatch):
+async def test_archive_without_room(tmp_path, monkeypatch):
     busybox_image(tmp_path / "layout")
     image = local_image(ImageSource.parse(f"oci:{tmp_path}/layout"), None, asyncio.Semaphore())
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
@@ -415,7 +415,7 @@ async def test_slots_share_an_images_memory(tmp_path):
         assert used() == alone < 20 << 20
 
 
-async def test_a_bad_image_is_refused_before_a_lease(tmp_path, images):
+async def test_bad_image_is_refused_early(tmp_path, images):
     async with pool_for(tmp_path, images) as pool:
         for name in ("No Such Name", "UPPER/case:1", "../up", "-o/x"):
             with pytest.raises(ConfigError, match=f"image: '{name}' is not a name"):

@@ -128,7 +128,7 @@ async def test_a_failed_step_is_named_and_not_kept(tmp_path):
             await images.prepare(blocked)
 
 
-async def test_a_pool_prepares_tasks_and_dockerfiles(tmp_path):
+async def test_pools_prepare_tasks(tmp_path):
     task = make(tmp_path / "task", TWELVE, toml='[environment.env]\nMORE = "1"\n')
     states = []
     async with pool_for(tmp_path) as pool:
@@ -600,7 +600,7 @@ async def test_add_fetches_what_egress_allows(tmp_path):
             await TaskImages(pool).prepare(own)
 
 
-async def test_builds_are_brought_to_all_containers(tmp_path, images):
+async def test_builds_reach_all_containers(tmp_path, images):
     busybox_image(tmp_path / "layout")
     task = make(
         tmp_path / "task", f"FROM oci:{tmp_path}/layout\nRUN echo made > made; rm text\nCOPY given.txt /srv/app/\n"

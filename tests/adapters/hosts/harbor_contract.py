@@ -309,7 +309,7 @@ async def test_services_are_slots_beside_it(environment, tmp_path):
 
 
 @privileges.cgroups
-async def test_services_have_the_sizes_of_the_compose_file(environment, tmp_path):
+async def test_services_have_their_sizes(environment, tmp_path):
     waits = {"image": "debian", "command": "sleep infinity"}
     said = {"main": {"build": "."}, "db": {**waits, "mem_limit": "2g"}, "browser": {**waits, "shm_size": "600m"}}
     files = {"docker-compose.yaml": json.dumps({"services": said}), "Dockerfile": "FROM debian\n"}

@@ -65,7 +65,7 @@ def test_public_addresses_are_public(address: str):
 @pytest.mark.parametrize(
     "host", ["127.0.0.1", "localhost", "127.1", "2130706433", "0x7f000001", "0177.0.0.1", "localhost.", "::1", "[::1]"]
 )
-async def test_every_spelling_of_loopback_is_refused(host: str):
+async def test_any_loopback_is_refused(host: str):
     url = f"http://{host}:80/" if host != "::1" else "http://[::1]/"
     guard = Guard()
     with pytest.raises((EgressRefused, OSError)):
@@ -223,7 +223,7 @@ async def test_dead_name_servers_block_nothing(monkeypatch: pytest.MonkeyPatch):
         await asyncio.gather(*dead, return_exceptions=True)
 
 
-async def test_a_long_page_is_read_only_to_the_bound(site: Site):
+async def test_long_page_is_read_to_the_bound(site: Site):
     guard = Guard(["127.0.0.1"])
     async with guarded_client(guard) as client:
         page = await fetch(client, guard, site.url("/endless"), max_bytes=100_000)

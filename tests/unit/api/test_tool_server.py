@@ -28,7 +28,7 @@ async def test_execute_answers_the_tools_result(bench: Workbench):
         assert parsed.call_id == "c1"
 
 
-async def test_tools_are_listed_with_openai_schemas(bench: Workbench):
+async def test_tools_have_openai_schemas(bench: Workbench):
     async with served(bench) as client:
         listed = ToolList.model_validate_json((await client.get("/tools")).content)
         note = next(tool for tool in listed.tools if tool.name == "note")
@@ -43,7 +43,7 @@ async def test_tools_are_listed_with_openai_schemas(bench: Workbench):
 @pytest.mark.parametrize(
     ("method", "path"), [("POST", "/execute"), ("POST", "/batch"), ("GET", "/tools"), ("GET", "/stats")]
 )
-async def test_nothing_is_run_without_the_right_token(bench: Workbench, header: str | None, method: str, path: str):
+async def test_nothing_runs_without_the_token(bench: Workbench, header: str | None, method: str, path: str):
     async with served(bench) as client:
         del client.headers["Authorization"]
         headers = {} if header is None else {"Authorization": header.encode("latin-1")}
@@ -62,7 +62,7 @@ async def test_calls_sent_again_run_once(bench: Workbench):
         assert bench.ran == ["a"]
 
 
-async def test_a_resend_attaches_to_the_running_call(bench: Workbench):
+async def test_resend_attaches_to_its_call(bench: Workbench):
     async with served(bench) as client:
         lost = asyncio.create_task(client.post("/execute", json=call("hang", text="a")))
         await bench.started.wait()
@@ -230,7 +230,7 @@ async def test_a_rate_is_kept_per_tool(bench: Workbench):
         assert (await client.post("/execute", json=call("keep", "other", item="a"))).status_code == 200
 
 
-async def test_one_trajectory_cannot_take_all_places(bench: Workbench):
+async def test_one_trajectory_leaves_places(bench: Workbench):
     async with served(bench, trajectory_bounds=ONE_AT_A_TIME) as client:
         mine = [asyncio.create_task(client.post("/execute", json=call("hang", "t", f"c{i}"))) for i in range(2)]
         await until(lambda: client.host.stats()["running"] == 2)
@@ -414,7 +414,7 @@ async def test_a_new_life_starts_its_own_clock(bench: Workbench):
         assert (await running).json().get("result", {}).get("output") == "held c"
 
 
-async def test_ending_a_trajectory_cancels_its_calls(bench: Workbench):
+async def test_an_end_cancels_its_calls(bench: Workbench):
     async with served(bench) as client:
         running = asyncio.create_task(client.post("/execute", json=call("hang", "a/b c")))
         await bench.started.wait()

@@ -55,13 +55,13 @@ def test_everything_is_escaped(tmp_path):
     assert "\u241b[31m" in page
 
 
-def test_a_damaged_last_line_loses_only_itself(tmp_path):
+def test_damaged_last_line_ends_alone(tmp_path):
     page = page_of(tmp_path, [json.dumps(group("first")), json.dumps(group("second"))[:50]])
     assert "first" in page
     assert "1 group, 1 trajectory" in page
 
 
-def test_odd_groups_are_shown_as_far_as_they_go(tmp_path):
+def test_odd_groups_are_shown(tmp_path):
     odd = [{"scores": [1.0], "messages": None}, [group("x"), None], {"scores": []}, 7]
     page = page_of(tmp_path, [json.dumps(one) for one in odd])
     assert "3 groups, 2 trajectories" in page
@@ -146,7 +146,7 @@ def test_a_call_in_thinking_takes_no_result():
     ("role", "tag"),
     [("assistant", "think"), ("assistant", "tool_call"), ("user", "tool_response"), ("tool", "tool_response")],
 )
-def test_time_is_linear_where_calls_do_not_end(role, tag):
+def test_unended_calls_take_linear_time(role, tag):
     def seconds(count):
         started = time.process_time()
         conversation([{"role": role, "content": f"<{tag}>" * count}])

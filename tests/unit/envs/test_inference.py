@@ -231,7 +231,7 @@ async def test_evaluation_may_be_raw(policy, temperature):
     assert env.scored["overrides"]["logprobs"] == "raw"
 
 
-async def test_evaluation_beside_training_may_be_raw(policy):
+async def test_evaluation_in_training_may_be_raw(policy):
     env = make(Raw, policy.url, None, agent_temperature=1.0)
     async with env.running():
         await env.evaluate()

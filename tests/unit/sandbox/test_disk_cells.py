@@ -13,7 +13,7 @@ from atropos.sandbox.linux import disks
 from tests.unit.server.fakes import config
 
 
-async def test_a_cell_that_could_not_shrink_keeps_its_room(tmp_path, monkeypatch):
+async def test_unshrunk_cell_keeps_its_room(tmp_path, monkeypatch):
     for name in "0123":
         (tmp_path / name).mkdir()
     asked, broken = [], set()

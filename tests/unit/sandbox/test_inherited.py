@@ -44,7 +44,7 @@ def test_no_home_has_no_store(folder):
 
 
 @pytest.mark.parametrize("ids", [0, 65_536])
-def test_stores_are_shared_by_slots_of_the_same_users(folder, ids):
+def test_stores_are_shared_by_users(folder, ids):
     """Where slots have root alone, all files of images are root's, and who installs uidmap then would find them so."""
     store = folder / f"store of {ids}"
     store.mkdir()

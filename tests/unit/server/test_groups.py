@@ -39,7 +39,7 @@ async def test_members_take_the_room_that_is_kept():
         assert (running.core.state.table.free, running.core.state.runs, network.closed) == (4, {}, True)
 
 
-async def test_files_on_disk_of_all_fit_before_any_starts():
+async def test_disk_files_fit_before_a_start():
     large = LeaseLimits(memory_mib=64, disk_mib=300)
     host = FakeHost()
     host.disk_mib = 500
@@ -75,7 +75,7 @@ async def test_a_lost_slot_ends_its_group():
         await until(lambda: running.core.state.table.free == 4)
 
 
-async def test_all_programs_end_before_any_slot_is_reset():
+async def test_programs_end_before_resets():
     host = FakeHost()
     async with serving(host, slots=4) as running, client_of(running) as client:
         leases = await group_of(client, "db", "web")
@@ -89,7 +89,7 @@ async def test_all_programs_end_before_any_slot_is_reset():
         assert seen == [[["programs ended"]] * 3] * 3
 
 
-async def test_a_doubtful_member_retires_its_slot_alone():
+async def test_doubtful_member_retires_alone():
     host = FakeHost()
     async with serving(host, slots=4) as running, client_of(running) as client:
         first, db = await group_of(client, "db")
@@ -133,7 +133,7 @@ async def test_only_its_client_joins_a_lease():
                 await other.acquire(request(joins=joining(first, "db")))
 
 
-async def test_one_that_is_released_before_it_joined_leaves_the_group_whole():
+async def test_release_before_joining():
     async with serving(FakeHost(), slots=4) as running, client_of(running) as client:
         first, db = await group_of(client, "db")
         [network] = running.host.networks
@@ -155,7 +155,7 @@ async def test_one_that_is_released_before_it_joined_leaves_the_group_whole():
         await until(lambda: running.core.state.table.free == 4)
 
 
-async def test_what_failed_to_join_may_be_tried_again():
+async def test_failed_join_is_tried_again():
     async with serving(FakeHost(), slots=4) as running, client_of(running) as client:
         first, _ = await group_of(client, "db")
         [network] = running.host.networks
@@ -169,7 +169,7 @@ async def test_what_failed_to_join_may_be_tried_again():
         assert running.core.state.table.free == 4
 
 
-async def test_what_is_joined_takes_no_snapshot_meanwhile():
+async def test_joined_slot_takes_no_snapshot():
     async with serving(FakeHost(), slots=4) as running, client_of(running) as client:
         first = await client.acquire(request(limits=TWO))
         running.host.may_join.clear()
@@ -181,7 +181,7 @@ async def test_what_is_joined_takes_no_snapshot_meanwhile():
         await asking
 
 
-async def test_a_slot_that_ends_waits_for_what_is_mounted_there():
+async def test_end_waits_for_its_mounts():
     async with serving(FakeHost(), slots=4) as running, client_of(running) as client:
         first, db = await group_of(client, "db")
         runs = [running.core.state.runs[lease.lease_id] for lease in (first, db)]

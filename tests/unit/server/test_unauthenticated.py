@@ -77,7 +77,7 @@ async def test_no_body_is_unpacked(server):
 
 @pytest.mark.alone("compares times")
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/leases HTTP/1.1\r\nHost: x\r\nX: "], ids=["nothing", "half a head"])
-async def test_half_open_connections_keep_no_client_out(server, sent):
+async def test_half_open_keeps_no_client_out(server, sent):
     port = server.server.port
     opened: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 

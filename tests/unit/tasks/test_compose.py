@@ -37,7 +37,7 @@ def services(folder, text):
     return {each.name: each for each in (main, *main.beside)}
 
 
-def test_services_are_in_the_order_of_their_start(folder):
+def test_services_are_in_start_order(folder):
     found = services(
         folder,
         """
@@ -75,7 +75,7 @@ def test_health_checks_are_docker_s(folder, check, meant):
     assert (found.start_period_sec, found.retries) == (start, retries)
 
 
-def test_volumes_are_named_or_of_the_task_s_folder(folder):
+def test_volumes_are_named_or_the_task_s(folder):
     found = services(
         folder,
         """
@@ -143,7 +143,7 @@ def test_logs_that_services_share_are_theirs(folder):
             )
 
 
-def test_a_volume_and_a_path_of_one_name_are_two(folder):
+def test_volume_and_path_of_one_name(folder):
     text = "  main: {build: ., volumes: ['seed:/logs/agent']}\n  db: {image: db, volumes: ['./seed:/logs/seed']}\n"
     assert [each.volumes for each in services(folder, text).values()] == [(), ()]
     text = "  main: {build: ., volumes: ['./seed/:/logs/seed']}\n  db: {image: db, volumes: [{type: bind, source: seed, target: /x}]}\n"
@@ -233,7 +233,7 @@ networks: {inner: {internal: true}, outer: {}}
 
 
 @pytest.mark.parametrize(("mode", "beside"), [("public", [False, True]), ("no-network", [True, True])])
-def test_services_reach_what_the_agent_may_not(folder, mode, beside):
+def test_services_reach_more(folder, mode, beside):
     (folder / "task.toml").write_text(f'version = "1.0"\n[environment]\nnetwork_mode = "{mode}"\n')
     services(
         folder,
@@ -294,7 +294,7 @@ def test_what_no_slot_has_is_refused(folder, text, named):
     assert "\n" not in str(refused.value)
 
 
-def test_the_agent_s_machine_may_be_the_dockerfile_s(folder):
+def test_agent_may_have_the_dockerfile(folder):
     (folder / "environment/docker-compose.yaml").write_text("services: {db: {build: db}, web: {image: nginx}}")
     task = load_task(folder)
     assert (task.recipe.workdir, [each.name for each in task.beside]) == ("/app", ["demo/db", "demo/web"])
@@ -317,7 +317,7 @@ def test_a_lease_keeps_room_for_the_services(folder):
     assert refused.startswith("services: 3 slots take 5120 MiB of memory together, a container has 4096; raise")
 
 
-def test_a_service_has_room_for_what_it_shares(folder):
+def test_service_has_room_for_its_share(folder):
     (folder / "environment/docker-compose.yaml").write_text(
         "services: {main: {build: .}, db: {build: db, shm_size: 1gb}, web: {image: nginx, shm_size: 128m}}"
     )
@@ -334,7 +334,7 @@ def test_a_service_has_room_for_what_it_shares(folder):
         ("shm_size: 6g", LeaseLimits(disk_mib=6144)),
     ],
 )
-def test_what_is_shared_is_part_of_the_memory(folder, said, limits):
+def test_shared_room_is_part_of_memory(folder, said, limits):
     services(folder, f"  main: {{build: ., {said}}}")
     task, room = load_task(folder), Room(Resources(memory_mib=1024, disk_mib=512), most_mib=4096)
     found = fit(task, room)
@@ -345,7 +345,7 @@ def test_what_is_shared_is_part_of_the_memory(folder, said, limits):
         assert bool(refused) == (limits is not None and (volume == "disk" or limits.disk_mib > 4096))
 
 
-def test_the_sizes_of_a_compose_file_are_no_defaults_of_a_schema(folder):
+def test_compose_sizes_are_no_defaults(folder):
     services(folder, "  main: {build: ., mem_limit: 2g}\n  db: {image: db, mem_limit: 2g}")
     room = Room(Resources(memory_mib=1024, disk_mib=512), most_mib=1024)
     refused = [each.partition(",")[0] for each in fit(load_task(folder), room, images=()).refused[:2]]
@@ -374,7 +374,7 @@ def test_a_separate_verifier_is_one_slot(folder):
             load_task(folder)
 
 
-def test_steps_with_services_have_no_separate_verifier_between_them(folder):
+def test_steps_beside_services_share(folder):
     (folder / "environment/docker-compose.yaml").write_text("services: {main: {build: .}, db: {image: db}}")
     for name in ("one", "two"):
         (folder / f"steps/{name}/tests").mkdir(parents=True)

@@ -92,7 +92,7 @@ WHOLE = "= short test summary info =\nPASSED a\n{}= {} in 0.01s =\n"
         ("PASSED a\n= 1 passed in 0.01s =\n", None),
     ],
 )
-async def test_a_whole_summary_is_a_reward_however_much_was_printed(task, tail, reward):
+async def test_whole_summary_is_a_reward(task, tail, reward):
     output = CUT + tail
     result = ExecResult(0, output, output.encode(), truncated=True, dropped_bytes=9)
     if reward is not None:

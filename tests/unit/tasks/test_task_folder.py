@@ -225,7 +225,7 @@ def test_a_build_has_no_secrets(folder):
     assert recipe_of(folder, text).steps[0].mounts == (Mount("/c"),)
 
 
-def test_an_entrypoint_of_a_later_stage_drops_the_cmd(folder):
+def test_later_entrypoint_drops_the_cmd(folder):
     text = 'FROM debian AS one\nCMD ["a"]\nFROM one\nENTRYPOINT ["b"]\n'
     assert recipe_of(folder, text).settings.cmd == ()
     assert recipe_of(folder, f'{text}CMD ["c"]\nENTRYPOINT ["d"]\n').settings.cmd == ("c",)

@@ -103,7 +103,7 @@ def test_wrong_numbers_forgiven():
         diffs.apply(text, wrong)
 
 
-def test_the_mark_of_a_file_is_no_part_of_its_first_line():
+def test_byte_order_mark_is_no_text():
     change = diffs.parse("--- f\n+++ f\n@@ -1,2 +1,2 @@\n-a\n+b\n c\n")[0]
     assert diffs.apply("\ufeffa\nc\n", change) == "\ufeffb\nc\n"
     removing = diffs.parse("--- f\n+++ f\n@@ -1,2 +1,2 @@\n-\ufeffa\n+a\n c\n")[0]
