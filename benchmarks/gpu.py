@@ -81,8 +81,9 @@ async def released_while_it_multiplies(pool: SlotPool) -> float:
     """Seconds of the reset, after which the next lease has a GPU that works."""
     slot = await pool.acquire("busy", limits=ONE)
     process = await slot.start(["python3", "-c", PROGRAM, "forever"])
-    while b"multiplying" not in await process.read(wait_s=60):
-        pass
+    async with asyncio.timeout(120):
+        while b"multiplying" not in await process.read(wait_s=60):
+            pass
     began = time.perf_counter()
     await slot.release()
     return time.perf_counter() - began
