@@ -6,7 +6,7 @@ import contextlib
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Literal
@@ -121,30 +121,8 @@ def stats(
     by_item: Annotated[bool, typer.Option("--by-item", help="a line for each item too")] = False,
 ) -> None:
     """Count trajectories, scores, endings, calls by tool, and seconds by phase; pass@k of all items and of each."""
-    scores: list[float] = []
     rates = PassRates(passing)
-    stops: Counter[str] = Counter()
-    tools: Counter[str] = Counter()
-    phases: defaultdict[str, float] = defaultdict(float)
-    failed = 0
-    for _, entry, details in _chosen(jsonl, Query(item=item, least=least, most=most, error=error, tool=tool)):
-        scores.append(entry.score)
-        rates.add(entry.item, entry.score)
-        stops[entry.stop_reason] += 1
-        failed += entry.tool_errors
-        tools.update(part.name for message in details.messages for part in message.parts if part.name)
-        for phase, seconds in entry.phases.items():
-            phases[phase] += seconds
-    numbers: dict[str, object] = {
-        "trajectories": len(scores),
-        "items": len(rates.items),
-        "mean_score": round(sum(scores) / len(scores), 4) if scores else None,
-        "pass_at": rates.mean(),
-        "failed_calls": failed,
-        "endings": dict(stops.most_common()),
-        "calls_by_tool": dict(tools.most_common()),
-        "seconds_by_phase": {name: round(seconds, 3) for name, seconds in phases.items()},
-    }
+    numbers = _numbers(_chosen(jsonl, Query(item=item, least=least, most=most, error=error, tool=tool)), rates)
     if as_json:
         typer.echo(
             json.dumps({**numbers, "by_item": {name: rate.numbers() for name, rate in rates.items.items()}}, indent=2)
@@ -155,6 +133,35 @@ def stats(
         typer.echo(f"{name.replace('_', ' '):<17} {shown if shown not in (None, '') else '-'}")
     for name, rate in rates.items.items() if by_item else ():
         typer.echo(visible(f"{name}  {rate}"))
+
+
+def _numbers(
+    chosen: Iterable[tuple[dict[str, object], StoredTrajectory, Details]], rates: PassRates
+) -> dict[str, object]:
+    """What is said of trajectories; their scores are added to `rates`."""
+    scores: list[float] = []
+    stops: Counter[str] = Counter()
+    tools: Counter[str] = Counter()
+    phases: defaultdict[str, float] = defaultdict(float)
+    failed = 0
+    for _, entry, details in chosen:
+        scores.append(entry.score)
+        rates.add(entry.item, entry.score)
+        stops[entry.stop_reason] += 1
+        failed += entry.tool_errors
+        tools.update(part.name for message in details.messages for part in message.parts if part.name)
+        for phase, seconds in entry.phases.items():
+            phases[phase] += seconds
+    return {
+        "trajectories": len(scores),
+        "items": len(rates.items),
+        "mean_score": round(sum(scores) / len(scores), 4) if scores else None,
+        "pass_at": rates.mean(),
+        "failed_calls": failed,
+        "endings": dict(stops.most_common()),
+        "calls_by_tool": dict(tools.most_common()),
+        "seconds_by_phase": {name: round(seconds, 3) for name, seconds in phases.items()},
+    }
 
 
 @trajectories_app.command()

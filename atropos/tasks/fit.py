@@ -154,16 +154,7 @@ def fit(task: Task, room: Room, *, images: Sequence[str] = STAND_INS, policy: Po
         NOTHING.most(*(sizes.wanted(one, "verifier.environment") for one in task.verifiers)),
         sorted({each for one in task.verifiers for each in one.config.environment.gpu_types}),
     )
-    for one in task.machines:
-        image = one.image
-        if image is not None and any(fnmatch.fnmatch(image, pattern) for pattern in images):
-            table = "" if one is task else "verifier." if one in task.verifiers else f"{_table(one)}."
-            field = f"{table}environment.docker_image" if one.config.environment.docker_image else f"{table}FROM"
-            notes.append(f"{field}: the slots' base stands in for {image}")
-            if one.unbuildable is not None:
-                refused.append(
-                    f"{one.unbuildable}; or pull {image}, which `task_images` has the slots' base stand in for"
-                )
+    _stand_in(task, images, refused, notes)
     if servers := task.config.environment.mcp_servers:
         names = ", ".join(server.name for server in servers)
         notes.append(f"environment.mcp_servers: the prompt names {names}; nothing starts or connects to them")
@@ -178,6 +169,19 @@ def fit(task: Task, room: Room, *, images: Sequence[str] = STAND_INS, policy: Po
         sizes.lowered,
         tuple(each.lowered for _, each in others),
     )
+
+
+def _stand_in(task: Task, images: Sequence[str], refused: list[str], notes: list[str]) -> None:
+    """Add what is to be said of images in whose place slots have their base."""
+    for one in task.machines:
+        image = one.image
+        if image is None or not any(fnmatch.fnmatch(image, pattern) for pattern in images):
+            continue
+        table = "" if one is task else "verifier." if one in task.verifiers else f"{_table(one)}."
+        field = f"{table}environment.docker_image" if one.config.environment.docker_image else f"{table}FROM"
+        notes.append(f"{field}: the slots' base stands in for {image}")
+        if one.unbuildable is not None:
+            refused.append(f"{one.unbuildable}; or pull {image}, which `task_images` has the slots' base stand in for")
 
 
 def largest_on_disk(tasks: Iterable[Task], room: Room) -> int | None:

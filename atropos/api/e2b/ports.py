@@ -160,28 +160,19 @@ class HostRoutes:
 
     async def _passed_on(self, request: Request, server: SandboxServer) -> Response:
         """What a sandbox's server answers."""
-        path = request.scope["raw_path"].decode("latin-1")
         try:
-            if not path.startswith("/"):  # `@elsewhere` or `http://elsewhere`: this is no proxy
+            if not request.scope["raw_path"].startswith(b"/"):  # `@elsewhere` or `http://elsewhere`: this is no proxy
                 raise ServerRefused(400, "the request names no path", server)
             port = await self._hosts.port_of(server, header_of(request.scope, TRAFFIC_TOKEN))
         except ServerRefused as refused:
             return JSONResponse(refused.body, refused.status)
         headers = [each for each in request.scope["headers"] if each[0] not in _NOT_PASSED_ON]
-        target = URL.build(  # encoded: its bytes are the client's, `..` and `%7e` among them
-            scheme="http",
-            host="127.0.0.1",
-            port=port,
-            path=path,
-            query_string=request.scope["query_string"].decode("latin-1"),
-            encoded=True,
-        )
         sent = asyncio.Event() if {"content-length", "transfer-encoding"} & set(request.headers) else None
 
         async def answered_by() -> aiohttp.ClientResponse:
             return await self._hosts.http.request(
                 request.method,
-                target,
+                _target(request, port),
                 headers=[(name.decode("latin-1"), _text(value)) for name, value in headers],
                 skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
                 data=None if sent is None else _body(request, sent),
@@ -196,15 +187,28 @@ class HostRoutes:
             refused = ServerRefused(502, f"no server answers on port {server.port} of the sandbox", server)
             return JSONResponse(refused.body, refused.status)
 
-        async def body() -> AsyncIterator[bytes]:
-            async with answer:
-                async for piece in answer.content.iter_any():
-                    yield piece
-
-        passed = StreamingResponse(body(), answer.status)
+        passed = StreamingResponse(_content(answer), answer.status)
         answered = [(name.lower(), value) for name, value in answer.raw_headers]
         passed.raw_headers = [each for each in answered if each[0] not in _NOT_PASSED_ON]
         return passed
+
+
+def _target(request: Request, port: int) -> URL:
+    """Where a request goes: its bytes are the client's, `..` and `%7e` among them."""
+    return URL.build(
+        scheme="http",
+        host="127.0.0.1",
+        port=port,
+        path=request.scope["raw_path"].decode("latin-1"),
+        query_string=request.scope["query_string"].decode("latin-1"),
+        encoded=True,
+    )
+
+
+async def _content(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    async with answer:
+        async for piece in answer.content.iter_any():
+            yield piece
 
 
 def _text(value: bytes) -> str:

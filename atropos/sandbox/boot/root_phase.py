@@ -205,17 +205,7 @@ def _as_root(config: RootPhaseSettings, scratch: str, parent: int | None) -> Ent
     base, slot_ids = extents[0][1], sum(count for *_, count in extents) - 1 - namespaces.CREATORS
     # a uid of its own, so that no slot can use up what the kernel counts per user
     server = namespaces.outside(extents, slot_ids)
-    try:
-        syscalls.unshare(syscalls.CLONE_NEWNS)
-        syscalls.mount(None, "/", None, syscalls.MS_REC | syscalls.MS_PRIVATE)
-        if _proc_is_masked():
-            syscalls.mount("proc", "/proc", "proc", syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC)
-        syscalls.mount("atropos", scratch, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "mode=755,size=1m")
-    except OSError as error:
-        raise IsolationUnavailable(
-            f"{error}: the container must keep CAP_SYS_ADMIN and a seccomp profile that allows mount and unshare "
-            "(see nomad/ and docker/sandbox/ for the least that is needed)"
-        ) from error
+    _mount_own(scratch)
     cgroups = claim(f"{scratch}/cgroups", server, config.slots)
     disk = None if config.cells is None else folders.disk(server, base)
     if disk is not None:
@@ -249,6 +239,21 @@ def _as_root(config: RootPhaseSettings, scratch: str, parent: int | None) -> Ent
         image_folder=image_folder,
         no_images=no_images,
     )
+
+
+def _mount_own(scratch: str) -> None:
+    """Enter a mount namespace of the server's own, with a whole /proc and a scratch folder."""
+    try:
+        syscalls.unshare(syscalls.CLONE_NEWNS)
+        syscalls.mount(None, "/", None, syscalls.MS_REC | syscalls.MS_PRIVATE)
+        if _proc_is_masked():
+            syscalls.mount("proc", "/proc", "proc", syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC)
+        syscalls.mount("atropos", scratch, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "mode=755,size=1m")
+    except OSError as error:
+        raise IsolationUnavailable(
+            f"{error}: the container must keep CAP_SYS_ADMIN and a seccomp profile that allows mount and unshare "
+            "(see nomad/ and docker/sandbox/ for the least that is needed)"
+        ) from error
 
 
 def _proc_is_masked() -> bool:

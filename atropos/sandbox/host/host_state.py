@@ -80,14 +80,7 @@ class HostState:
         self.bases: dict[str | None, skeleton.Base] = {}
         self._serial = itertools.count(1)
         self.environment = _ENVIRONMENT | self.threads(config.limits)
-        self.files = volumes.SharedFiles(
-            runtime=f"{self.scratch}/runtime",
-            sys=f"{self.scratch}/sys",
-            sys_network=f"{self.scratch}/sys-network",
-            system=sysfs.SYSTEM if os.path.isdir(sysfs.SYSTEM) else f"{self.scratch}/empty",
-            empty_file=f"{self.scratch}/runtime/{runtime.EMPTY}",
-            empty_folder=f"{self.scratch}/empty",
-        )
+        self.files = _shared_files(self.scratch)
         self.gpus: list[Device] = []
         if config.gpus:
             from atropos.sandbox.host.cdi import find  # most servers have none, and need not load its models
@@ -105,13 +98,7 @@ class HostState:
         self._creators = itertools.cycle(creators)  # in turn, so that each is reused as late as possible
         try:
             self._seccomp, over_host, self.gateway = prestarted.shared()
-            os.mkdir(f"{self.files.runtime}/{volumes.NEXT}", 0o755)
-            os.mkdir(self.ceilings, 0o755)
-            trees = entered.cgroups.trees
-            sysfs.build(self.files.sys, [name for tree in trees if tree.version == 1 for name in tree.controllers])
-            sysfs.build_network(self.files.sys_network)
-            for path in (self.files.empty_file, self.files.empty_folder):
-                syscalls.bind_read_only(path)
+            self._make_files()
             self._prepare_bases(over_host)
         except OSError as error:
             raise IsolationUnavailable(f"the server's own files could not be set up: {error}") from error
@@ -119,6 +106,15 @@ class HostState:
         self.spawner = SpawnerClient(prestarted.spawner, prestarted.sock)
         if self.egress is not None:
             self.egress.start()
+
+    def _make_files(self) -> None:
+        os.mkdir(f"{self.files.runtime}/{volumes.NEXT}", 0o755)
+        os.mkdir(self.ceilings, 0o755)
+        trees = self.entered.cgroups.trees
+        sysfs.build(self.files.sys, [name for tree in trees if tree.version == 1 for name in tree.controllers])
+        sysfs.build_network(self.files.sys_network)
+        for path in (self.files.empty_file, self.files.empty_folder):
+            syscalls.bind_read_only(path)
 
     def _prepare_bases(self, over_host: skeleton.Base | None) -> None:
         default = prestart.default_base(self.config.base)
@@ -219,3 +215,14 @@ class HostState:
             "counters": kernel_bounds.counters(2 * self.config.slots + 2),
             "ipc": kernel_bounds.ipc_bounds(limits),
         }
+
+
+def _shared_files(scratch: str) -> volumes.SharedFiles:
+    return volumes.SharedFiles(
+        runtime=f"{scratch}/runtime",
+        sys=f"{scratch}/sys",
+        sys_network=f"{scratch}/sys-network",
+        system=sysfs.SYSTEM if os.path.isdir(sysfs.SYSTEM) else f"{scratch}/empty",
+        empty_file=f"{scratch}/runtime/{runtime.EMPTY}",
+        empty_folder=f"{scratch}/empty",
+    )

@@ -39,16 +39,7 @@ def load_terminal_bench(root: Path, builder: Build, images: BuildInputs) -> Task
     Raises:
         ConfigError: names the file, the field and the cure.
     """
-    path = root / "task.yaml"
-    text = read_text(path, "say there what the agent is to do")
-    try:
-        facts = _TaskYaml.model_validate(parse_yaml(text))
-    except ValidationError as error:
-        raise ConfigError(explained(path, error)) from None
-    except ValueError as error:
-        raise ConfigError(f"{path}: is not YAML: {error}".replace("\n", " ")) from None
-    if facts.parser_name != "pytest":
-        raise ConfigError(f"{path}: parser_name: {facts.parser_name!r} can't be honoured; only pytest can")
+    facts = _facts(root / "task.yaml")
     if (root / "solution.yaml").is_file() and not (root / "solution.sh").is_file():
         raise ConfigError(f"{root / 'solution.yaml'}: keystrokes can't be honoured; write solution.sh")
     check_script(root / "run-tests.sh")
@@ -85,6 +76,19 @@ def load_terminal_bench(root: Path, builder: Build, images: BuildInputs) -> Task
         builder=builder,
     )
     return replace(task, beside=services_of(task, EnvironmentSection(), root, images))
+
+
+def _facts(path: Path) -> _TaskYaml:
+    text = read_text(path, "say there what the agent is to do")
+    try:
+        facts = _TaskYaml.model_validate(parse_yaml(text))
+    except ValidationError as error:
+        raise ConfigError(explained(path, error)) from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: is not YAML: {error}".replace("\n", " ")) from None
+    if facts.parser_name != "pytest":
+        raise ConfigError(f"{path}: parser_name: {facts.parser_name!r} can't be honoured; only pytest can")
+    return facts
 
 
 def _recipe(root: Path, service: Service | None, images: BuildInputs, *, prebuilt: bool) -> Recipe:
