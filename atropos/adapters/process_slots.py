@@ -53,7 +53,7 @@ class LazySlot:
         self._closed = False
 
     async def get(self) -> HeldSlot:
-        """The slot; in the process's event loop. A caller that is cancelled takes it from nobody else.
+        """The slot; in the process's event loop. A cancelled caller leaves it to the others.
 
         Raises:
             SandboxError: there is none; asked again, it is tried again.

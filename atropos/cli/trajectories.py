@@ -138,7 +138,7 @@ def stats(
 def _numbers(
     chosen: Iterable[tuple[dict[str, object], StoredTrajectory, Details]], rates: PassRates
 ) -> dict[str, object]:
-    """What is said of trajectories; their scores are added to `rates`."""
+    """The numbers of `stats`; scores are added to `rates`."""
     scores: list[float] = []
     stops: Counter[str] = Counter()
     tools: Counter[str] = Counter()

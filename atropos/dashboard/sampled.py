@@ -34,7 +34,7 @@ class Sampled:
         tokens: as the server had and gave them; empty where it gives none, or the file has none.
         logprobs: of the sampled ones, in the place of each.
         turns: in order; empty where the file doesn't have them.
-        trainer: what a trainer is told beside the tokens: temperature, whose the logprobs are, versions of weights.
+        trainer: what a trainer gets beside the tokens: temperature, whose the logprobs are, versions of weights.
         changes: files that the agent changed.
     """
 

@@ -1,4 +1,4 @@
-"""Makes layers of images as it is told. A program of its own, without site-packages.
+"""Builds layers of images, one order after the other. A program of its own, without site-packages.
 
     layers MAX_MEMBERS IDS < ORDERS
 

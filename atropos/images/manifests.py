@@ -140,7 +140,7 @@ def named(index: dict[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 def which(names: Iterable[str]) -> str:
-    """What is said where no name, or a wrong one, was given."""
+    """The error's text where no name, or a wrong one, was given."""
     return f"name one of its images; it has: {', '.join(dict.fromkeys(names)) or 'none has a name'}"
 
 

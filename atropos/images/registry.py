@@ -231,7 +231,7 @@ def _asked(place: _Repository, path: str, headers: dict[str, str]) -> http.clien
 
 
 def _why(place: _Repository, error: Exception) -> Exception:
-    """What is said of a registry that gave no answer; what can't be reached at all is told at once."""
+    """The error's text for a registry that gave no answer. One that can't be reached is refused at once."""
     reached = not isinstance(error, urllib.error.URLError)
     reason = error if reached else error.reason
     words = str(reason) or type(reason).__name__
@@ -261,7 +261,7 @@ def _token(place: _Repository, asked: dict[str, str], known: login.Login | None)
 
 
 def _pause(pauses: Iterator[float], error: Exception) -> None:
-    """Wait before the next try; raises what is told of the last one."""
+    """Wait before the next try; after the last, raise its error as `ImageRefused`."""
     pause_s = next(pauses, None)
     if pause_s is None:
         raise ImageRefused(str(error) or type(error).__name__) from error

@@ -75,7 +75,7 @@ class PrivateNetwork(Protocol):
         ...
 
     def leave(self, sandbox: Sandbox) -> None:
-        """A sandbox that was to join won't be one of them: those that join later are told nothing of it."""
+        """Forget a sandbox that failed to join: those that join later don't get its name."""
         ...
 
     def close(self) -> None:

@@ -52,7 +52,7 @@ class _Part:
 
     @contextlib.contextmanager
     def blamed(self, volume: ServiceVolume) -> Generator[None]:
-        """Within, what fails is said of the volume: the task's fault, where it isn't the infrastructure's."""
+        """Within, errors name the volume: the task's fault, where it isn't the infrastructure's."""
         try:
             yield
         except (SlotFileError, TaskBroken) as error:

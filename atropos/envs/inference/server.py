@@ -50,7 +50,7 @@ class Refused(Exception):
 
 
 class _NoToken(InferenceError):
-    """The server speaks the API, and sampled nothing: it was told to break off what it did."""
+    """The server speaks the API and sampled nothing: its requests were aborted."""
 
 
 class InferenceServer:

@@ -1,4 +1,4 @@
-"""What a slot's programs are told of the authority by which they know hosts whose TLS the egress proxy ends."""
+"""How a slot's programs come to trust the authority of hosts whose TLS the egress proxy ends."""
 
 from __future__ import annotations
 

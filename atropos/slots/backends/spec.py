@@ -65,7 +65,7 @@ class ContainerSpec:
 
     @property
     def gpu_names(self) -> list[str]:
-        """The container's GPUs as an engine is asked for them; those of a kind are numbered, as nvidia-ctk does."""
+        """The container's GPUs by the names that an engine knows; those of a kind are numbered, as nvidia-ctk does."""
         server = self.server
         names = [
             name if "=" in name else f"{name}={number}" for name in server.gpu_devices for number in range(server.gpus)

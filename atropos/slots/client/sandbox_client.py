@@ -98,7 +98,7 @@ class SandboxClient:
         self._stream: CallStream | None = None
         self._held: dict[str, Lease] = {}
         self._asking: dict[str, SandboxError | None] = {}
-        """The ids of leases that are asked for or given back, and why the server has ended one meanwhile."""
+        """Ids of leases that are being acquired or released, and why the server has ended one meanwhile."""
         self._tasks = Tasks("sandbox client")
         self._prefix = uuid.uuid4().hex[:12]
         self._count = itertools.count(1)
@@ -144,7 +144,7 @@ class SandboxClient:
         """End the stream and everything that waits on it, within `CLOSE_S` and a bit. Leases are not released.
 
         Args:
-            reason: why, for what ends so or is asked later.
+            reason: why; what is pending or comes later fails with it.
         """
         if self._requests.closed:
             return

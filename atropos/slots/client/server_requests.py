@@ -44,8 +44,8 @@ class ServerRequests:
         patience_s: how long a request is tried again while connections fail.
 
     Attributes:
-        lost: set when the server is gone for good: nothing is asked any more.
-        closed: why nothing is asked any more; empty until then.
+        lost: set when the server is gone for good: no request is sent any more.
+        closed: why no request is sent any more; empty until then.
     """
 
     def __init__(self, url: str, token: str, *, certificate: str | None, patience_s: float) -> None:

@@ -316,7 +316,7 @@ class SlotPool:
 
     def _timed_out(self, snapshot: Snapshot | None, share: Share | None, timeout_s: float) -> AcquireTimeout:
         self._state.counters.timed_out()
-        if share not in {None, self.share}:  # its client isn't told what others hold
+        if share not in {None, self.share}:  # its client doesn't learn what others hold
             return AcquireTimeout(f"no slot came free within {timeout_s:g} s")
         why = self._report.situation()
         if snapshot is not None and snapshot.stays_because:

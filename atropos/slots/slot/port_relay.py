@@ -26,7 +26,7 @@ class RelayedConnection:
 
     Attributes:
         sent: bytes that the far end has not passed on yet.
-        passed: bytes written to it of which the far end was not told yet.
+        passed: bytes written to it and not yet acknowledged to the far end.
     """
 
     def __init__(self, number: int, peer: _socket.socket) -> None:

@@ -238,6 +238,6 @@ class SlotSnapshots(SlotProcesses):
 
 
 def _drop_unwanted(task: asyncio.Task[Snapshot]) -> None:
-    """Nobody waits for the snapshot any more."""
+    """Drop a snapshot whose caller was cancelled."""
     if not task.cancelled() and task.exception() is None:
         task.result().start_drop()

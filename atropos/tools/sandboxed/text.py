@@ -78,7 +78,7 @@ def _is_mostly_binary(data: bytes) -> bool:
 def clip(text: str, most: int, why: str = "") -> tuple[str, int]:
     """A text's head and tail in about `most` characters, with how many were left out between them, and that number.
 
-    A text that this would not shorten stays whole. `why` is said beside the number.
+    A text that this would not shorten stays whole. `why` stands beside the number.
     """
     head, tail = most * 2 // 5, most - most * 2 // 5
     dropped = len(text) - head - tail

@@ -1,4 +1,4 @@
-"""What a Docker engine is asked for, so that a container has its pool's GPUs."""
+"""The options of a container with its pool's GPUs."""
 
 from __future__ import annotations
 
