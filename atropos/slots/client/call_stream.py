@@ -269,7 +269,7 @@ class CallStream:
 
     def _resend(self) -> None:
         """Queue everything that is not answered, in the order in which it was given."""
-        self._out.clear()
+        self._out.clear()  # what was in it is among the unanswered
         self._acks.resend()
         self._out.extend(Cancel(call_id=call_id) for call_id in self._cancels)
         for pending in self._pending.values():
@@ -319,6 +319,7 @@ class CallStream:
                 self._lose(str(error), report=True)
                 return None
             except BackendUnavailable as error:
+                # one that drains and refuses connections has ended for good
                 ended = self.draining and isinstance(error.__cause__, ConnectionRefusedError | aiohttp.ClientOSError)
                 pause = backoff.failed()
                 if ended or time.monotonic() + pause > until:

@@ -242,7 +242,7 @@ class Fleet:
         stranded = self.close(seat)
         if self.seats.pop(seat.key, None) is not None:
             self.architectures[seat.architecture] -= 1
-        seat.leased = seat.reserved = 0
+        seat.leased = seat.reserved = 0  # their ends, which come later, are not counted any more
         seat.leased_room = seat.reserved_room = NOTHING
         return stranded
 
@@ -325,7 +325,7 @@ class Fleet:
                     self._unkeep(seat)
                     yield self._reserve(ticket, room)
                     served = True
-                    break
+                    break  # what was kept for it is free for others: look again from the first
         self._grown.clear()
 
     def _match_others(self, *, before: float = math.inf) -> Iterator[Ticket]:
@@ -388,7 +388,7 @@ class Fleet:
 
     def refused(self, ticket: Ticket, *, free: Resources) -> None:
         """A reservation was refused: the container says what it has free."""
-        if (seat := self._unreserve(ticket)) is not None:
+        if (seat := self._unreserve(ticket)) is not None:  # other grants under way there may not be in its count yet
             self._set_free(seat, free - seat.reserved_room)
 
     def cancel_reservation(self, ticket: Ticket) -> None:
@@ -424,6 +424,7 @@ class Fleet:
     def _set_free(self, seat: Seat, free: Resources) -> None:
         if not seat.open:
             return
+        # the container's count may be older than leases that it has granted since
         free = free.least(seat.capacity - seat.leased_room - seat.reserved_room)
         if self._kept and not free.fits(seat.free):
             self._grown.add(seat)
@@ -462,7 +463,7 @@ class Fleet:
     def _unkeep(self, seat: Seat) -> Ticket | None:
         ticket, seat.kept_for = seat.kept_for, None
         self._kept.discard(seat)
-        if self._kept:
+        if self._kept:  # a lease that another container is kept for may fit here now
             self._grown.add(seat)
         self._set_free(seat, seat.free)  # others may use it again
         return ticket
@@ -493,6 +494,7 @@ class Fleet:
 
     def _next(self, before: float = math.inf) -> Ticket | None:
         """Whose turn it is, of those whose number is lower than `before`."""
+        # a share's load changes with each of its leases, so that no heap over shares would stay in order
         first: list[Ticket] = []
         for share, line in list(self._lines.items()):
             while line and not line[0][1].waiting:

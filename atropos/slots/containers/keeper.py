@@ -133,6 +133,7 @@ class Keeper:
     def _drop(self, link: ContainerLink, reason: str) -> None:
         """Forget a container; its leases end as lost."""
         if self._links.pop(link.container.id, None) is not None:
+            # in an outage every attempt ends so, and the outage itself was logged
             never_joined = self._backend.outage() and link.seat.key not in self._state.fleet.seats
             log.log(
                 logging.DEBUG if never_joined else logging.INFO, "container %s is gone: %s", link.container.id, reason
@@ -157,7 +158,7 @@ class Keeper:
         """
         if link.gone is not None:
             return
-        self._condemned[link.container.id] = math.inf
+        self._condemned[link.container.id] = math.inf  # it is still listed, and must not be connected to meanwhile
         self._drop(link, reason)
         try:
             await self._backend.retire(link.container)
@@ -240,7 +241,7 @@ class Keeper:
                 self.trouble = ""
             pause_s = min(ASK_AGAIN_S, max(0.05, self._limits.idle_s / 4), self._reconnect_in_s)
             if await set_within(self._state.demand, pause_s):
-                await asyncio.sleep(0)
+                await asyncio.sleep(0)  # acquires of the same turn of the loop are planned for together
 
     async def _replace_worn(self, situation: PoolState) -> None:
         """Close a container whose retired slots are needed, and replace closed ones that have become empty."""

@@ -136,7 +136,7 @@ class Grants:
             try:
                 return await self._acquire(wanted, name, ticket, timeout_s)
             except ImageUnavailable:  # removed there for others, or in a container that came since
-                if known == before:
+                if known == before:  # the same containers again: trying on would never end
                     raise
                 before = known
                 self._images.forget(name)
@@ -151,7 +151,7 @@ class Grants:
                 ticket.pin = self._pin(ticket.room, snapshot, image)
                 request = wanted.request(image)  # a request that can't be made reserves nothing
                 link = await self._seat(ticket)
-                if link is None:
+                if link is None:  # the container has left since it was chosen
                     continue
                 if (slot := await self._finish(link, ticket, request, snapshot)) is not None:
                     state.counters.acquired(state.now() - started)
@@ -225,13 +225,13 @@ class Grants:
                 state.serve()
                 raise
             log.info("container %s refused a lease: %s", link.container.id, error)
-            state.fleet.refused(ticket, free=NOTHING)
+            state.fleet.refused(ticket, free=NOTHING)  # nobody else is sent there before it has been polled
             link.recount(wait=True)
             return None
-        except BaseException:
+        except BaseException:  # whether it was granted is unknown
             state.fleet.abandon_reservation(ticket)
             raise
-        if link.gone is not None:
+        if link.gone is not None:  # the lease has ended with its container
             return None
         state.fleet.granted(ticket)
         ticket.granted_at = state.now()
