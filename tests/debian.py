@@ -106,7 +106,8 @@ class Machine:
 
 @contextlib.contextmanager
 def base(release: str) -> Generator[Path]:
-    """What is kept of a release, made where it isn't yet: `root`, which nobody changes, and `archives` of apt. One at a time has it."""
+    """What is kept of a release, made where it isn't yet: `root`, which nobody changes, and `archives` of apt. One at a
+    time has it."""
     KEPT.mkdir(parents=True, exist_ok=True)
     kept = KEPT / release
     with (KEPT / f"{release}.lock").open("w") as lock:

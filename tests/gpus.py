@@ -1,4 +1,5 @@
-"""A machine with two GPUs, by a CDI specification in the form that nvidia-ctk writes: harmless device nodes, a library, links."""
+"""A machine with two GPUs, by a CDI specification in the form that nvidia-ctk writes: harmless device nodes, a library,
+links."""
 
 from __future__ import annotations
 

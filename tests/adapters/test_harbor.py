@@ -1,4 +1,5 @@
-"""Harbor on slots: its oracle agent over the example tasks by its command line, and a container that is killed meanwhile."""
+"""Harbor on slots: its oracle agent over the example tasks by its command line, and a container that is killed
+meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The shipped conformance suite on Singularity's backend: in a real image where ATROPOS_SIF names one, else a stand-in's."""
+"""The shipped conformance suite on Singularity's backend: in a real image where ATROPOS_SIF names one, else a
+stand-in's."""
 
 from __future__ import annotations
 

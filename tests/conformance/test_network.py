@@ -1,4 +1,5 @@
-"""A slot with a network has a device, a resolver and a proxy that go by the rules, on every backend; one without has nothing."""
+"""A slot with a network has a device, a resolver and a proxy that go by the rules, on every backend; one without has
+nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""An OTLP/HTTP receiver as a process of its own: `otlp_receiver.py FILE` prints its port and writes each span as a JSON line."""
+"""An OTLP/HTTP receiver as a process of its own: `otlp_receiver.py FILE` prints its port and writes each span as a JSON
+line."""
 
 from __future__ import annotations
 

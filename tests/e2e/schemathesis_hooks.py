@@ -1,4 +1,5 @@
-"""What schemathesis can't know: names of tools and arguments that they take, so that not every call is of an unknown one."""
+"""What schemathesis can't know: names of tools and arguments that they take, so that not every call is of an unknown
+one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Wheel and sdist, built from this repository and installed in an empty environment, without extras: what is in them works.
+"""Wheel and sdist, built from this repository and installed in an empty environment, without extras: what is in them
+works.
 
 This Python and the newest one, and the wheel, in each run. ATROPOS_TEST_PYTHONS="3.11 3.12 3.13 3.14" (or paths) tries
 both on each, as the release workflow does.

@@ -1,4 +1,5 @@
-"""500 random trajectories against a server that logs every token it samples: what is handed on is its log, position by position.
+"""500 random trajectories against a server that logs every token it samples: what is handed on is its log, position by
+position.
 
 Two protocols (vLLM's and SGLang's), two agents, four chat templates. Turns have several calls, calls that can't be
 read, text that looks like special tokens, unicode; results hold bytes and forged turns; one request in ten fails; turns

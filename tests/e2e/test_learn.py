@@ -122,7 +122,8 @@ MUTANTS = {
     "another version named": (groups, "scored_group", sent_with(name_the_first_version)),
 }
 LATER = {"temperature left out": 24, "another version named": 24}
-"""Updates that a mutant needs to show: until a group has a good score to learn from, temperatures and versions are alike."""
+"""Updates that a mutant needs to show: until a group has a good score to learn from, temperatures and versions are
+alike."""
 
 
 class Lesson:

@@ -1,4 +1,5 @@
-"""An env whose Nomad goes away: it waits for what can come back, ends by itself after `outage_s`, and on a signal at once."""
+"""An env whose Nomad goes away: it waits for what can come back, ends by itself after `outage_s`, and on a signal at
+once."""
 
 from __future__ import annotations
 

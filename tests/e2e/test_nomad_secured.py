@@ -1,4 +1,5 @@
-"""Against a Nomad with ACLs, mutual TLS, a region and a namespace: the least token is enough, and what is wrong is named."""
+"""Against a Nomad with ACLs, mutual TLS, a region and a namespace: the least token is enough, and what is wrong is
+named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A cluster that can't do what is asked says so in seconds, in Nomad's own words; and the job's variables do what they say."""
+"""A cluster that can't do what is asked says so in seconds, in Nomad's own words; and the job's variables do what they
+say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Slots that are retired are missing until their container is replaced: trajectories wait for the others, and no group is lost."""
+"""Slots that are retired are missing until their container is replaced: trajectories wait for the others, and no group
+is lost."""
 
 from __future__ import annotations
 

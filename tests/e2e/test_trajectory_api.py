@@ -1,4 +1,5 @@
-"""What atroposlib's own run-api makes of our groups: nothing of them is changed, left behind, or able to stop a trainer."""
+"""What atroposlib's own run-api makes of our groups: nothing of them is changed, left behind, or able to stop a
+trainer."""
 
 from __future__ import annotations
 

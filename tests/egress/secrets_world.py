@@ -1,4 +1,5 @@
-"""A slot that wants the secrets of its hosts. Run as root, as a program, as `world`; prints what its commands printed, and what hosts got."""
+"""A slot that wants the secrets of its hosts. Run as root, as a program, as `world`; prints what its commands printed,
+and what hosts got."""
 
 from __future__ import annotations
 
@@ -87,7 +88,8 @@ async def tried(slot: Slot, commands: dict[str, str]) -> dict[str, str]:
 
 
 async def wants() -> dict[str, object]:
-    """Everything that such a slot tries; and after each of what may befall it, that its requests still have their secrets."""
+    """Everything that such a slot tries; and after each of what may befall it, that its requests still have their
+    secrets."""
     found: dict[str, object] = {}
     allow = [f"{host}:{port}" for host in ("files.example.org", "other.example.net", FAR) for port in (8081, 8443)]
     async with slots(egress_allow=allow) as pool:

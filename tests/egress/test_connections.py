@@ -1,4 +1,5 @@
-"""Connections through the proxy itself, without slots: what counts as one, what counts as bytes, what the origin is asked."""
+"""Connections through the proxy itself, without slots: what counts as one, what counts as bytes, what the origin is
+asked."""
 
 from __future__ import annotations
 

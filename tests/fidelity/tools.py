@@ -1,4 +1,5 @@
-"""What compilers, runtimes, debuggers and services of the workshop (`workshop.py`) see of themselves: probes as in `probes.py`."""
+"""What compilers, runtimes, debuggers and services of the workshop (`workshop.py`) see of themselves: probes as in
+`probes.py`."""
 
 from __future__ import annotations
 

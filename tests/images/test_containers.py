@@ -1,4 +1,5 @@
-"""Images on every backend: sent by the pool's machine, pulled by the container's own server, shared by a folder of the host."""
+"""Images on every backend: sent by the pool's machine, pulled by the container's own server, shared by a folder of the
+host."""
 
 import asyncio
 import os

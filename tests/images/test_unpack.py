@@ -329,7 +329,8 @@ def test_a_whiteout_beside_its_folder_hides(tmp_path):
 
 
 def test_hard_links_reach_lower_layers(tmp_path):
-    """As containerd, which unpacks a layer over those below it; where layers lie apart, as with overlay2, it is an error."""
+    """As containerd, which unpacks a layer over those below it; where layers lie apart, as with overlay2, it is an
+    error."""
     code, _, root = unpacked(tmp_path, layer(entry("lower", "text")), layer(hard_link("upper", "lower")))
     assert code == 0
     assert (root / "upper").samefile(root / "lower")

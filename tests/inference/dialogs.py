@@ -1,4 +1,5 @@
-"""The conversations that the tiny model learns: thinking, two calls at once, their results, one call, its result, the answer.
+"""The conversations that the tiny model learns: thinking, two calls at once, their results, one call, its result, the
+answer.
 
 They are rendered by the two agents' own dialects, so that the model continues what it is given in the tests. A second model learns to
 write the second of the first two calls so that it can't be read.

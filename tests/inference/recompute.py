@@ -1,4 +1,5 @@
-"""The largest difference between a trajectory's logprobs and those of its model in float32: `recompute.py MODEL GROUPS.JSONL`.
+"""The largest difference between a trajectory's logprobs and those of its model in float32: `recompute.py MODEL
+GROUPS.JSONL`.
 
 Run in the servers' environment, which has torch; it knows nothing of atropos but the form of its groups.
 """

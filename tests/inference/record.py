@@ -1,4 +1,5 @@
-"""What a real vLLM answers, as the file that stand-ins are compared with: `record.py URL > vllm.json` (`--enable-scale-out`)."""
+"""What a real vLLM answers, as the file that stand-ins are compared with: `record.py URL > vllm.json`
+(`--enable-scale-out`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What servers other than vLLM are asked and refuse, with their answers in `refusals.json`: real ones are compared with it, and a stand-in
+"""What servers other than vLLM are asked and refuse, with their answers in `refusals.json`: real ones are compared with
+it, and a stand-in
 gives them in CI. vLLM's are in `vllm.json`."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What goes wrong between an env and a real server: calls that can't be read, refused names and prompts, broken connections."""
+"""What goes wrong between an env and a real server: calls that can't be read, refused names and prompts, broken
+connections."""
 
 from __future__ import annotations
 

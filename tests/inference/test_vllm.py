@@ -1,4 +1,5 @@
-"""Stock `vllm serve` with the tiny model: every logprob is what float32 gives for its token, every token what the server's log says.
+"""Stock `vllm serve` with the tiny model: every logprob is what float32 gives for its token, every token what the
+server's log says.
 
 vLLM 0.32 logs the tokens of `/inference/v1/generate` alone; in the other API the logprobs tell tokens that were not
 sampled.

@@ -1,4 +1,5 @@
-"""Makes a tiny model of the inference servers' tests: `tiny_model.py CONVERSATIONS TOKENIZER OUT STEPS [MODEL]`, in their environment.
+"""Makes a tiny model of the inference servers' tests: `tiny_model.py CONVERSATIONS TOKENIZER OUT STEPS [MODEL]`, in
+their environment.
 
 It has Qwen3's shape and half a million weights. Random weights would do for exact tokens; some minutes of training
 make it act: it thinks, calls two tools at once, reads their results and answers. With MODEL, that one is trained further.

@@ -1,4 +1,5 @@
-"""How many slots a host's limits allow: decided on plain numbers; and a server's start does not depend on a pipe's size."""
+"""How many slots a host's limits allow: decided on plain numbers; and a server's start does not depend on a pipe's
+size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Attacks through and around the egress proxy, in the small internet of `tests.egress`: whoever must not be reached counts.
+"""Attacks through and around the egress proxy, in the small internet of `tests.egress`: whoever must not be reached
+counts.
 
 First of the folder by its name: it takes half a minute, in which the event loop that the others share stands still.
 """

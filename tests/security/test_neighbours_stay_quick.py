@@ -1,4 +1,5 @@
-"""What neighbours feel of each attack: their p99 stays within 3 times its quiet value beside bombs, 2 times beside the rest.
+"""What neighbours feel of each attack: their p99 stays within 3 times its quiet value beside bombs, 2 times beside the
+rest.
 
 How it is told on a machine that is busy with other things: `tests.security.calm`.
 """

@@ -1,4 +1,5 @@
-"""Programs that ask much of a kernel, as they are installed, in a slot: the filter's answers are ones that they can live with.
+"""Programs that ask much of a kernel, as they are installed, in a slot: the filter's answers are ones that they can
+live with.
 
 Each is skipped where this machine hasn't got it (in Debian: chromium firefox-esr nodejs default-jdk-headless gdb strace
 sudo apt dpkg postgresql mariadb-server nginx-light openssh-server tmux valgrind rr golang gcc).

@@ -58,7 +58,8 @@ def written(folder, task):
 
 
 async def each(works, judged):
-    """What `judged` gives for the task's name and the commands of each, as many at once as there are slots for two each."""
+    """What `judged` gives for the task's name and the commands of each, as many at once as there are slots for two
+    each."""
     turn = asyncio.Semaphore(3)
 
     async def one(key, command):

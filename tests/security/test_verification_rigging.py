@@ -1,4 +1,5 @@
-"""What an agent leaves behind to be scored higher than it earned: the verifier says 0, or that it can't say, and never 1.
+"""What an agent leaves behind to be scored higher than it earned: the verifier says 0, or that it can't say, and never
+1.
 
 By default tests run in a view of the agent's slot, `separate` in a fresh one: both withstand every trick. `shared`
 verifies where the agent worked; what it doesn't withstand stands apart.
@@ -240,7 +241,8 @@ AS_NOBODY = {
     ("mode", "tricks"), [("task", TRICKS), ("separate", TRICKS), ("shared", RIGS), ("shared", AS_NOBODY)]
 )
 async def test_trick_scores_0(task, plain, tmp_path, mode, tricks):
-    """Through the env: a trajectory whose verifier can't say because of what the agent did scores 0, and its group is sent."""
+    """Through the env: a trajectory whose verifier can't say because of what the agent did scores 0, and its group is
+    sent."""
     source = task if tricks is RIGS else plain
     for number, trick in enumerate(tricks.values()):
         folder = tmp_path / "tasks" / f"{number:02}"

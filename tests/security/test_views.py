@@ -331,7 +331,8 @@ async def test_gone_workspace_is_empty(pool):
 
 
 async def test_made_folders_are_root_s(pool):
-    """One in the place of a folder that the slot's programs removed, and those above a folder that the view's root lacks."""
+    """One in the place of a folder that the slot's programs removed, and those above a folder that the view's root
+    lacks."""
     async with pool.lease("agent") as slot:
         await slot.exec("rm -rf /workspace; : > /workspace; mkdir -p /var/made/deep", workdir="/")
         await slot.view(["/workspace", "/var/made/deep"])

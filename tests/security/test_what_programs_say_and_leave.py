@@ -1,4 +1,5 @@
-"""Output that pretends, files that lie in wait, and what is left for the next: nothing changes how calls are run or read."""
+"""Output that pretends, files that lie in wait, and what is left for the next: nothing changes how calls are run or
+read."""
 
 from __future__ import annotations
 

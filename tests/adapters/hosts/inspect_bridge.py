@@ -1,4 +1,5 @@
-"""An agent that runs in the slot by `sandbox().exec`, and calls its model by inspect_ai's bridge, which polls by `exec` too."""
+"""An agent that runs in the slot by `sandbox().exec`, and calls its model by inspect_ai's bridge, which polls by `exec`
+too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""inspect_ai's own self-check and tool support on slots; run by tests/adapters/test_inspect_ai.py in the peers' environment."""
+"""inspect_ai's own self-check and tool support on slots; run by tests/adapters/test_inspect_ai.py in the peers'
+environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What mini-swe-agent's environments do, on slots; run by tests/adapters/test_mini_swe_agent.py in the peers' environment."""
+"""What mini-swe-agent's environments do, on slots; run by tests/adapters/test_mini_swe_agent.py in the peers'
+environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""pydantic-ai's own conformance suite, and what it leaves out, on slots; tests/adapters/test_agent_kits.py runs it there."""
+"""pydantic-ai's own conformance suite, and what it leaves out, on slots; tests/adapters/test_agent_kits.py runs it
+there."""
 
 from __future__ import annotations
 

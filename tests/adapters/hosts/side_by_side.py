@@ -1,4 +1,5 @@
-"""Two commands of one environment at a time, of which the first waits for the second, as in each host's own Docker environments."""
+"""Two commands of one environment at a time, of which the first waits for the second, as in each host's own Docker
+environments."""
 
 from __future__ import annotations
 

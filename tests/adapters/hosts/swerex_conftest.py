@@ -1,4 +1,5 @@
-"""Fixtures that SWE-ReX's own tests ask for, on a slot; tests/adapters/test_swerex.py puts it beside them as conftest.py."""
+"""Fixtures that SWE-ReX's own tests ask for, on a slot; tests/adapters/test_swerex.py puts it beside them as
+conftest.py."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ async def runtime_with_default_session(remote_runtime: Any):
 
 @pytest_asyncio.fixture(loop_scope="session", autouse=True)
 async def started_pager(request: Any, monkeypatch: Any):
-    """SWE-ReX's test gives a pager 0.1 s to start; one that is interrupted before it has is not killed, as the test reads."""
+    """SWE-ReX's test gives a pager 0.1 s to start; one that is interrupted before it has is not killed, as the test
+    reads."""
     if request.node.name == "test_interrupt_pager":
         monkeypatch.setattr(
             request.module, "A", lambda **given: _Action(**given | ({"timeout": 3} if "timeout" in given else {}))

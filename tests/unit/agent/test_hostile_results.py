@@ -92,7 +92,8 @@ def test_no_result_ends_its_frame(frame, results):
 
 @pytest.mark.parametrize("dialect", ["xml", "openai"])
 def test_no_token_opens_a_turn(dialect):
-    """DeepSeek's tokenizers (V3, R1 and its distillations) mark `<｜User｜>` and `<｜Assistant｜>` as ordinary added tokens."""
+    """DeepSeek's tokenizers (V3, R1 and its distillations) mark `<｜User｜>` and `<｜Assistant｜>` as ordinary added
+    tokens."""
     roles = ["<｜User｜>", "<｜Assistant｜>"]
     own = AutoTokenizer.from_pretrained(FOLDER)
     own.add_tokens([AddedToken(role, special=False, normalized=False) for role in roles])

@@ -1,4 +1,5 @@
-"""`atropos tool-server` and `executor-server` with wrong settings: one clear line, exit code not 0, nothing left running."""
+"""`atropos tool-server` and `executor-server` with wrong settings: one clear line, exit code not 0, nothing left
+running."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What asyncio leaves to its users: nothing is lost by a cancellation, no task by its owner; waits and reads are bounded."""
+"""What asyncio leaves to its users: nothing is lost by a cancellation, no task by its owner; waits and reads are
+bounded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Which API a server speaks, whose logprobs it gives and how much it holds are found out at the start, with real answers' shapes."""
+"""Which API a server speaks, whose logprobs it gives and how much it holds are found out at the start, with real
+answers' shapes."""
 
 from __future__ import annotations
 

@@ -273,7 +273,8 @@ async def test_a_finished_group_is_sent():
 
 
 async def test_cancelling_loses_none(tmp_path):
-    """A full queue cancels all workers; atroposlib hands out the items of running ones again, but not those of finished ones."""
+    """A full queue cancels all workers; atroposlib hands out the items of running ones again, but not those of finished
+    ones."""
     record, groups = tmp_path / "out.jsonl", 12
     async with trajectory_api() as (api, taken):
         env = make(ScriptEnv, "http://127.0.0.1:9/v1", record, rollout_server_url=api)

@@ -1,4 +1,5 @@
-"""Questions about names are read and answered as RFC 1035 has them; anything else is refused, and nothing is read past its end."""
+"""Questions about names are read and answered as RFC 1035 has them; anything else is refused, and nothing is read past
+its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""An engine on a socket of this test's: what it says of itself, of a pull and of a container, and what it leaves unsaid."""
+"""An engine on a socket of this test's: what it says of itself, of a pull and of a container, and what it leaves
+unsaid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""An engine that doesn't answer: what runs goes on, what waits is told in time, and the end of the process waits for nobody."""
+"""An engine that doesn't answer: what runs goes on, what waits is told in time, and the end of the process waits for
+nobody."""
 
 from __future__ import annotations
 

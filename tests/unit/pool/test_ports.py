@@ -1,4 +1,5 @@
-"""The port relay by itself, and what a program of the slot can do by writing into its output, which it may: both run as the
+"""The port relay by itself, and what a program of the slot can do by writing into its output, which it may: both run as
+the
 slot's root."""
 
 from __future__ import annotations

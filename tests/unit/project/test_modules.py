@@ -15,7 +15,8 @@ import atropos
 PROGRAM = "atropos.slots.slot.port_relay"
 """Its source runs in a slot, with arguments; it is never imported."""
 GIVEN_NAMES = {"AtroposEnvironment", "AtroposRuntime", "PortForward", "Process", "Slot", "SlotPool", "Snapshot"}
-"""Classes that other evaluation stacks' configurations name, and those of `slots.sync`, which are called as the async ones."""
+"""Classes that other evaluation stacks' configurations name, and those of `slots.sync`, which are called as the async
+ones."""
 
 
 def test_modules_can_be_imported() -> None:

@@ -1,4 +1,5 @@
-"""What the seccomp filter answers, read by an interpreter of its program: also to calls that are not to be tried for real.
+"""What the seccomp filter answers, read by an interpreter of its program: also to calls that are not to be tried for
+real.
 
 A slot that loads filters of its own by the thousand can stop a host (Linux 6.18) for good.
 """

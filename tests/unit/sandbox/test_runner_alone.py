@@ -1,4 +1,5 @@
-"""What PID 1 of a slot, and the process that it is forked from, do without a slot: their functions, in a process of their own."""
+"""What PID 1 of a slot, and the process that it is forked from, do without a slot: their functions, in a process of
+their own."""
 
 from __future__ import annotations
 

@@ -271,7 +271,8 @@ def chain(top: Path, depth: int) -> None:
 
 @pytest.mark.slow("large input")
 def test_folders_nested_however_deep_travel(tmp_path):
-    """As programs: in an archive with whole paths the names alone have 220 MB; of 20,000 folders a gigabyte, and no memory is left."""
+    """As programs: in an archive with whole paths the names alone have 220 MB; of 20,000 folders a gigabyte, and no
+    memory is left."""
     chain(tmp_path / "in", DEPTH)
     out = tmp_path / "out"
     out.mkdir()
@@ -475,7 +476,8 @@ async def test_silent_sender_is_ended(tmp_path, monkeypatch, given_up):
 
 
 async def test_an_unread_export_ends(tmp_path):
-    """As where its client is gone, or where what it is copied to is full: a slot that settles would stay stopped for ever."""
+    """As where its client is gone, or where what it is copied to is full: a slot that settles would stay stopped for
+    ever."""
     (tmp_path / "large").write_bytes(os.urandom(4 << 20))
     before, written = set(descendants()), [0]
 
