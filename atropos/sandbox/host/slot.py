@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import math
 import os
 import signal
 import socket
@@ -23,6 +22,7 @@ from atropos.sandbox.host.host_state import HostState
 from atropos.sandbox.host.limit_watch import LimitWatch
 from atropos.sandbox.host.process.spawner_client import pidfd_of
 from atropos.sandbox.host.runner_link import RunnerLink
+from atropos.sandbox.host.slot_calls import SlotCalls
 from atropos.sandbox.host.slot_network import SlotNetwork
 from atropos.sandbox.linux import host_limits, memory_files, slot_cgroup, stopped_children
 from atropos.slot_python import INSIDE
@@ -30,13 +30,10 @@ from atropos.wire import (
     CommandResult,
     Done,
     EgressSecret,
-    Exec,
-    FileResult,
     ImageInfo,
     Operation,
     OpError,
     OpResult,
-    ReadFile,
     SetNetwork,
     SlotLimits,
     StartOperation,
@@ -53,10 +50,6 @@ COUNT_S = 1.0
 """Longest that the egress proxy may take to say what an ended slot moved."""
 ERRORS_BYTES = 4096
 """Most bytes of a start's error output that are kept."""
-ANSWER_GRACE_S = 15.0
-"""How much longer than an operation's own limit an answer may take before the slot counts as broken."""
-CHECK_S = 0.5
-"""Interval between checks of pending calls and of running programs, in seconds."""
 
 
 class SlotSandbox:
@@ -90,23 +83,25 @@ class SlotSandbox:
         """PID 1 of the slot, as the server sees it."""
         self._host = host
         self._tasks = Tasks(f"slot {name}")
-        self._channel: RunnerLink | None = None
         self._started: asyncio.Future[int] | None = None
         self._ended: asyncio.Future[float] | None = None
         self._init_fd = -1
         self._loop = asyncio.get_running_loop()
-        self._calls: dict[str, tuple[int, float]] = {}
-        """Number in the channel and when its answer is due, of each call that runs."""
-        self._programs = False
-        """Whether programs may be running, with or without a call."""
-        self.watch = LimitWatch(name, cgroup, volume, limits)
-        self._watchdog: asyncio.TimerHandle | None = None
-        self._stuck: set[int] = set()
+        watch = LimitWatch(name, cgroup, volume, limits)
+        self._calls = SlotCalls(watch, limits.wall_s, self._pid_of_living, self._fail)
         self._ending = False
         """Whether its programs were ended ahead of `stop`."""
         self._stopping: asyncio.Task[Stopped] | None = None
         self._detached = False
         """Whether the volume is no longer its own: being freed, or a layer."""
+
+    @property
+    def watch(self) -> LimitWatch:
+        """Which limits its programs reach."""
+        return self._calls.watch
+
+    def _pid_of_living(self) -> int | None:
+        return None if self.died.done() else self.host_pid
 
     @property
     def hosts(self) -> tuple[str, ...] | None:
@@ -122,40 +117,12 @@ class SlotSandbox:
 
     def begin(self, call_id: str, operation: Operation, done: OnResult, *, stream: int = -1) -> None:
         """Start an operation; see `contract.Sandbox.begin`."""
-        channel = self._channel
-        if channel is None or channel.closed:
+        if self._calls.channel is None or self._calls.channel.closed:
             raise SlotLost(f"slot {self.name} is gone: {self._why()}")
         if isinstance(operation, SetNetwork):
             self._change_network(operation.hosts, done)
             return
-        arguments = self._arguments_of(operation)
-        self.watch.record_start(call_id, operation)
-        self._programs = self._programs or isinstance(operation, StartOperation)
-
-        def ended(result: OpResult | Exception) -> None:
-            if isinstance(operation, Exec):
-                self._programs = not channel.alone
-            try:
-                result, refused = self.watch.of_result(call_id, result, alone=channel.alone)
-            except SlotLost as error:  # the slot ends: no later call may rely on what was killed
-                self._loop.call_soon(self._fail, str(error))
-                result, refused = error, False
-            if refused:  # end leftover processes, so that later commands can fork
-                last = channel.call("end_leftovers", {}, lambda _: over(result))
-                self._calls[call_id] = (last, self._loop.time() + ANSWER_GRACE_S)
-            else:
-                over(result)
-
-        def over(result: OpResult | Exception) -> None:
-            self._calls.pop(call_id, None)
-            self.watch.forget(call_id)
-            done(result)
-
-        number = channel.call(operation.op, arguments, ended, answer=operation.answer, descriptor=stream)
-        limit_s = operation.time_limit_s(self.limits.wall_s)
-        self._calls[call_id] = (number, self._loop.time() + limit_s + ANSWER_GRACE_S)
-        if self._watchdog is None:
-            self._watchdog = self._loop.call_later(CHECK_S, self._check)
+        self._calls.begin(call_id, operation, self._arguments_of(operation), done, stream=stream)
 
     def _arguments_of(self, operation: Operation) -> dict[str, object]:
         """The operation's fields for the runner, with the image's settings where it starts a program."""
@@ -227,39 +194,13 @@ class SlotSandbox:
             self.forget(call_id)
             raise
 
-    def _check(self) -> None:
-        """Check pending calls and running programs: one timer for all of them, while there are any."""
-        late = 0.0 if self._watchdog is None else self._loop.time() - self._watchdog.when()
-        self._watchdog = None
-        if not (self._calls or self._programs) or self.host_pid is None or self.died.done():
-            return
-        if late > CHECK_S:  # this process was stopped, and PID 1 perhaps too: its answers may still arrive
-            self._calls = {call_id: (number, due + late) for call_id, (number, due) in self._calls.items()}
-        if self._calls and min(due for _, due in self._calls.values()) <= self._loop.time():
-            self._fail("PID 1 of the slot did not answer in time")
-            return
-        self._stuck = stopped_children.kill_stopped_children(self.host_pid, self._stuck)
-        too_many = self._programs and self.watch.too_many_sockets(self.host_pid, self._loop.time())
-        if too_many and self._channel is not None:
-            self.watch.record_socket_kill(list(self._calls))
-            self._channel.call("end_all", {}, lambda _: None)
-        self._watchdog = self._loop.call_later(CHECK_S, self._check)
-
     def cancel(self, call_id: str) -> None:
         """Kill what the call started."""
-        call = self._calls.get(call_id)
-        if call is not None and self._channel is not None:
-            number, due = call
-            if due == math.inf:
-                self._calls[call_id] = (number, self._loop.time() + ANSWER_GRACE_S)
-            self._channel.cancel(number)
+        self._calls.cancel(call_id)
 
     def forget(self, call_id: str) -> None:
         """Kill what the call started, and ignore its answer."""
-        call = self._calls.pop(call_id, None)
-        self.watch.forget(call_id)
-        if call is not None and self._channel is not None:
-            self._channel.cancel(call[0], forget=True)
+        self._calls.forget(call_id)
 
     # ------------------------------------------------------------------------------------------------------------ start
 
@@ -286,9 +227,9 @@ class SlotSandbox:
             os.close(errors)
 
     async def _spawn(self, base: skeleton.Base, errors: int) -> int:
-        """Have PID 1 forked, with our end of its socket in `_channel`; its pid, once the slot has a network."""
+        """Have PID 1 forked, with our end of its socket for the calls; its pid, once the slot has a network."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._channel = RunnerLink(ours, output_bytes=self.limits.output_bytes, on_broken=self._fail)
+        self._calls.channel = RunnerLink(ours, output_bytes=self.limits.output_bytes, on_broken=self._fail)
         near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, near, far:
             request = self._host.start_request(
@@ -312,7 +253,7 @@ class SlotSandbox:
             raise NotSupported("limits.pids: this host has no pids controller, so that slots can't be given more")
         if self._calls:
             raise SandboxError(f"slot {self.name} is in use: its limits can't change")
-        if self._channel is None or self.died.done():
+        if self._calls.channel is None or self.died.done():
             raise SlotLost(f"slot {self.name} is gone: {self._why()}")
         try:
             self.cgroup.change(limits, slot_cgroup.ceiling(limits, host.config.slots))
@@ -320,7 +261,7 @@ class SlotSandbox:
         except OSError as error:
             raise SandboxError(f"slot {self.name}: its limits could not be set: {error}") from error
         self.limits = limits
-        self.watch = LimitWatch(self.name, self.cgroup, self.volume, limits)
+        self._calls.watch, self._calls.wall_s = LimitWatch(self.name, self.cgroup, self.volume, limits), limits.wall_s
         self._set(host.threads(limits))
 
     async def move_to_disk(self, beside: Sandbox | None) -> None:
@@ -386,19 +327,7 @@ class SlotSandbox:
         """
         if self.network.authority is None:
             return
-        authority = self.network.authority.encode()
-        bundle = trust.BUNDLES[0]
-        for path in trust.BUNDLES:
-            if isinstance(await self.run("trust", ReadFile(path=path, max_bytes=1)), FileResult):
-                bundle, authorities = path, authority
-                break
-        else:
-            authorities = trust.own_bundle() + authority
-        done = await self.run("trust", WriteFile(path=bundle, data=b"\n" + authorities, append=True, mode=0o644))
-        if not isinstance(done, Done):
-            raise NotSupported(f"secrets: this root can't hold the authority of their hosts: {done}")
-        await self.run("trust", WriteFile(path=trust.OWN, data=authority, mode=0o644))  # a root may have it read-only
-        self._set(trust.environment(bundle))
+        self._set(await trust.install(self.network.authority.encode(), lambda operation: self.run("trust", operation)))
 
     async def know_hosts(self, more: Mapping[str, str], known: Collection[str]) -> None:
         """Have programs know others of a private network by their names.
@@ -421,8 +350,8 @@ class SlotSandbox:
 
     def _set(self, environment: dict[str, str]) -> None:
         """Have programs start with these variables, and within the slot's own time."""
-        assert self._channel is not None
-        self._channel.call("limits", {"environment": environment, "wall_s": self.limits.wall_s}, lambda _: None)
+        assert self._calls.channel is not None
+        self._calls.channel.call("limits", {"environment": environment, "wall_s": self.limits.wall_s}, lambda _: None)
 
     def view_of(self, folders: ViewFolders, layers: Sequence[SnapshotLayer], base: str | None) -> views.View:
         """Its folders for a view to show that stands on layers and a base."""
@@ -445,7 +374,7 @@ class SlotSandbox:
 
     async def _greet(self, pid: int) -> None:
         """Send the runner its settings, and wait for its answer."""
-        channel = self._channel
+        channel = self._calls.channel
         assert channel is not None
         oom_fd = os.open(f"/proc/{pid}/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
         try:
@@ -460,8 +389,9 @@ class SlotSandbox:
 
     def _fail(self, reason: str) -> None:
         """Kill a sandbox that ended by itself or can't be trusted; `died` gets the reason."""
-        if self._channel is not None and not self._channel.closed:
-            self._channel.close(OutcomeUnknown(f"slot {self.name} ended while the call ran: {reason}"))
+        channel = self._calls.channel
+        if channel is not None and not channel.closed:
+            channel.close(OutcomeUnknown(f"slot {self.name} ended while the call ran: {reason}"))
         if self._stopping is None and not self._ending:
             self._kill()
             if not self.died.done():
@@ -508,8 +438,7 @@ class SlotSandbox:
         return ""
 
     async def _finished(self, began: float, problems: list[str], moved: asyncio.Future[int] | None) -> Stopped:
-        if self._watchdog is not None:
-            self._watchdog.cancel()
+        self._calls.stop_watching()
         detail = "; ".join(problem for problem in problems if problem)
         if not detail:
             self._host.live.discard(self)
@@ -520,8 +449,8 @@ class SlotSandbox:
 
     async def _end_processes(self) -> str:
         """Kill PID 1, which ends every process of its namespace, and wait until it is reaped. '' when confirmed."""
-        if self._channel is not None:
-            self._channel.close(OutcomeUnknown(f"slot {self.name} was stopped while the call ran"))
+        if self._calls.channel is not None:
+            self._calls.channel.close(OutcomeUnknown(f"slot {self.name} was stopped while the call ran"))
         if self._started is not None and self._init_fd < 0 and not (self._ended is not None and self._ended.done()):
             # the start was cancelled, but its process may still appear; or an earlier stop did not see its end
             came = await done_within(self._started, STOP_DEADLINE_S)

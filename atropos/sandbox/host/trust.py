@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+
+from atropos.errors import NotSupported
+from atropos.wire import Done, FileResult, Operation, OpResult, ReadFile, WriteFile
 
 BUNDLES = (
     "/etc/ssl/certs/ca-certificates.crt",  # Debian, Arch, Alpine
@@ -14,12 +18,30 @@ OWN = "/usr/local/share/ca-certificates/atropos.crt"
 """The authority alone, where `update-ca-certificates` finds it: installing a package may run it."""
 
 
-def environment(bundle: str) -> dict[str, str]:
-    """Variables for programs that bring authorities of their own: OpenSSL of other builds, requests, Node."""
+async def install(authority: bytes, run: Callable[[Operation], Awaitable[OpResult]]) -> dict[str, str]:
+    """Add an authority to those of a slot's root, by operations that `run` carries out there.
+
+    Returns:
+        Variables for programs that bring authorities of their own: OpenSSL of other builds, requests, Node.
+
+    Raises:
+        NotSupported: the root can't hold it.
+    """
+    bundle = BUNDLES[0]
+    for path in BUNDLES:
+        if isinstance(await run(ReadFile(path=path, max_bytes=1)), FileResult):
+            bundle, authorities = path, authority
+            break
+    else:
+        authorities = _own_bundle() + authority
+    done = await run(WriteFile(path=bundle, data=b"\n" + authorities, append=True, mode=0o644))
+    if not isinstance(done, Done):
+        raise NotSupported(f"secrets: this root can't hold the authority of their hosts: {done}")
+    await run(WriteFile(path=OWN, data=authority, mode=0o644))  # a root may have it read-only
     return {"SSL_CERT_FILE": bundle, "REQUESTS_CA_BUNDLE": bundle, "NODE_EXTRA_CA_CERTS": bundle}
 
 
-def own_bundle() -> bytes:
+def _own_bundle() -> bytes:
     """This machine's authorities, for a root that has none."""
     for path in BUNDLES:
         try:

@@ -20,6 +20,7 @@ from unittest import mock
 from atropos import wire
 from atropos.errors import NotSupported, OutcomeUnknown, SandboxError, SlotLost
 from atropos.sandbox.host import slot as host_slot
+from atropos.sandbox.host import slot_calls
 from atropos.sandbox.linux import disks, host_limits
 from atropos.wire import (
     Exec,
@@ -1205,7 +1206,7 @@ def frozen(seconds, pid):
 
 async def a_call_goes_on_where_all_was_frozen_for_longer_than_it_may_take(host):
     async with slot(host) as sandbox:
-        with mock.patch.object(host_slot, "ANSWER_GRACE_S", 0.5):
+        with mock.patch.object(slot_calls, "ANSWER_GRACE_S", 0.5):
             call = asyncio.create_task(sh(sandbox, "echo over", timeout_s=2.5))
             await asyncio.sleep(0)
         with frozen(4.0, sandbox.host_pid):
