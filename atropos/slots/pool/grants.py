@@ -75,28 +75,28 @@ class Grants:
         self._last = WeakValueDictionary[ContainerLink, asyncio.Task[Slot | None]]()
         """The latest grant under way in each container."""
 
-    async def acquire(self, wanted: LeaseTerms, image: str | None, timeout_s: float) -> Slot:
+    async def acquire(self, terms: LeaseTerms, image: str | None, timeout_s: float) -> Slot:
         """As `SlotPool.acquire`.
 
         Raises:
             TimeoutError: no slot came free in time.
         """
-        ticket = self._ticket(wanted, image)
+        ticket = self._ticket(terms, image)
         ticket.share.claim(ticket)
         try:
-            return await self._on_image(wanted, image, ticket, timeout_s)
+            return await self._on_image(terms, image, ticket, timeout_s)
         except BaseException:
             ticket.share.end(ticket, self._state.now())
             raise
 
-    async def join(self, wanted: LeaseTerms, image: str | None, slot: Slot, joins: wire.Joining) -> Slot:
+    async def join(self, terms: LeaseTerms, image: str | None, slot: Slot, joins: wire.Joining) -> Slot:
         """As `SlotPool.join`."""
         state, link = self._state, slot.link
-        ticket = replace(self._ticket(wanted, image), room=NOTHING)  # the other one has it for both
+        ticket = replace(self._ticket(terms, image), room=NOTHING)  # the other one has it for both
         ticket.share.claim(ticket)
         try:
             name = None if image is None else await self._images.ready_in(link, image)
-            request = wanted.request(name, joins)
+            request = terms.request(name, joins)
             lease = await link.client.acquire(request)
             if link.gone is not None:
                 raise SlotLost(f"container {link.container.id} is lost: {link.gone}")
@@ -114,18 +114,18 @@ class Grants:
             raise type(slot.lost)(*slot.lost.args)
         return joined
 
-    def _ticket(self, wanted: LeaseTerms, image: str | None) -> Ticket:
+    def _ticket(self, terms: LeaseTerms, image: str | None) -> Ticket:
         config = self._state.config
-        limits = config.limits if wanted.limits is None else config.limits_of(wanted.limits)
-        ticket = self._state.fleet.ticket(room=config.room(wanted.limits), share=wanted.share)
-        ticket.image = wanted.snapshot.ticket.image if wanted.snapshot is not None else image or wanted.base or BASE
-        ticket.cpu, ticket.disk_mib, ticket.network = limits.cpu_quota or 0.0, limits.disk_mib, wanted.network
+        limits = config.limits if terms.limits is None else config.limits_of(terms.limits)
+        ticket = self._state.fleet.ticket(room=config.room(terms.limits), share=terms.share)
+        ticket.image = terms.snapshot.ticket.image if terms.snapshot is not None else image or terms.base or BASE
+        ticket.cpu, ticket.disk_mib, ticket.network = limits.cpu_quota or 0.0, limits.disk_mib, terms.network
         return ticket
 
-    async def _on_image(self, wanted: LeaseTerms, image: str | None, ticket: Ticket, timeout_s: float) -> Slot:
+    async def _on_image(self, terms: LeaseTerms, image: str | None, ticket: Ticket, timeout_s: float) -> Slot:
         """Acquire once the image is there."""
         if image is None:
-            return await self._acquire(wanted, None, ticket, timeout_s)
+            return await self._acquire(terms, None, ticket, timeout_s)
         before: set[str] = set()
         while True:
             known = {*self._links}
@@ -134,22 +134,22 @@ class Grants:
             except SlotLost:  # by others, which the lease waits for
                 name = await self._images.ready(image, ticket.room)
             try:
-                return await self._acquire(wanted, name, ticket, timeout_s)
+                return await self._acquire(terms, name, ticket, timeout_s)
             except ImageUnavailable:  # removed there for others, or in a container that came since
                 if known == before:  # the same containers again: trying on would never end
                     raise
                 before = known
                 self._images.forget(name)
 
-    async def _acquire(self, wanted: LeaseTerms, image: str | None, ticket: Ticket, timeout_s: float) -> Slot:
+    async def _acquire(self, terms: LeaseTerms, image: str | None, ticket: Ticket, timeout_s: float) -> Slot:
         """`image`: its name in leases."""
-        state, snapshot = self._state, wanted.snapshot
+        state, snapshot = self._state, terms.snapshot
         started = state.now()
         async with self._measured(ticket, snapshot, timeout_s):
             while True:
                 state.require_running()
                 ticket.pin = self._pin(ticket.room, snapshot, image)
-                request = wanted.request(image)  # a request that can't be made reserves nothing
+                request = terms.request(image)  # a request that can't be made reserves nothing
                 link = await self._seat(ticket)
                 if link is None:  # the container has left since it was chosen
                     continue
