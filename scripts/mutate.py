@@ -161,6 +161,8 @@ def main() -> int:
     options, arguments = parser.parse_known_args()
     os.chdir(ROOT)
     sys.path.insert(0, str(ROOT))
+    if "envs" in options.module.parts:
+        importlib.import_module("atroposlib.envs.base")  # seconds, which each process would spend
     tree = ast.parse(options.module.read_text())
     first, last = map(int, options.lines.split("-"))
     chosen = [each for each in mistakes(tree) if first <= each.line <= last]

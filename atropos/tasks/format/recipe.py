@@ -99,7 +99,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Mount:
-    """What a RUN finds at a path while it runs. Afterwards is there what was there before.
+    """What a RUN finds at a path while it runs. Afterwards the path is as it was before.
 
     Attributes:
         target: absolute.

@@ -101,7 +101,7 @@ def makes_links(tests: Iterable[str], folders: Sequence[str]) -> bool:
 
 
 def _last_word(text: str) -> str:
-    """The last word of a command's, if it says a path as it is; else nothing."""
+    """The last word of a command, if it is a plain path; else empty."""
     word = "".join(text.split()[-1:]).strip("\"'")
     return word if re.fullmatch(r"[\w./-]+", word) else ""
 
