@@ -117,7 +117,6 @@ async def test_no_http_is_origin_s_fault():
 async def test_client_reset_is_passed_on():
     failed = []
     gc.collect()  # what other tests left may complain as it is collected
-    gc.collect()  # what earlier tests left
     asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
     ended = asyncio.Event()
 
