@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import stat
 import subprocess
 import tempfile
@@ -16,6 +17,8 @@ from typing import Any
 
 KIND = "atropos.test/gpu"
 LIBRARY = "libgpu-test.so.1"
+ENGINE = os.environ.get("ATROPOS_ENGINE_CDI")
+"""Where an engine of `scripts/engine_matrix.py` looks for specifications; what they name is made beside it."""
 NUMBERS = (os.makedev(1, 5), os.makedev(1, 7))
 """As /dev/zero and /dev/full: the one reads as zeros, and so does the other, which takes nothing."""
 
@@ -30,10 +33,7 @@ class GpuMachine:
     """
 
     folder: Path
-
-    @property
-    def specs(self) -> Path:
-        return self.folder / "cdi"
+    specs: Path
 
     def settings(self, **more: object) -> dict[str, object]:
         """Those of a pool with both GPUs."""
@@ -58,17 +58,25 @@ class GpuMachine:
             os.chmod(self.folder / "dev" / name, mode)
         source = self.folder / "lib" / "gpu.c"
         source.write_text("int gpus(void) { return 42; }\n")
+        hook = self.folder / "nvidia-cdi-hook"
+        hook.write_text("#!/bin/sh\n")  # an engine runs it
+        hook.chmod(0o755)
+        with socket.socket(socket.AF_UNIX) as daemon:
+            daemon.bind(str(self.folder / "socket"))
         target = self.folder / "lib" / f"{LIBRARY}.2.3"
         subprocess.run(["cc", "-shared", "-fPIC", f"-Wl,-soname,{LIBRARY}", "-o", target, source], check=True)
         spec = self.spec(inside)
         if not library:
             spec["containerEdits"] = {"deviceNodes": spec["containerEdits"]["deviceNodes"]}
-        (self.specs / "gpu-test.json").write_text(json.dumps(spec))
+        self.write(spec)
         return self
+
+    def write(self, spec: dict[str, Any]) -> None:
+        """Write the specification."""
+        (self.specs / "gpu-test.json").write_text(json.dumps(spec))
 
     def spec(self, inside: str = "/opt/gpu-test") -> dict[str, Any]:
         """The specification, in the shape of one of nvidia-ctk's."""
-        tool = "/usr/bin/nvidia-cdi-hook"
 
         def node(name: str) -> dict[str, str]:
             return {"path": f"/dev/test-{name}", "hostPath": f"{self.folder}/dev/{name}"}
@@ -76,18 +84,24 @@ class GpuMachine:
         def hook(*arguments: str) -> dict[str, object]:
             return {
                 "hookName": "createContainer",
-                "path": tool,
+                "path": f"{self.folder}/nvidia-cdi-hook",
                 "args": ["nvidia-cdi-hook", *arguments],
                 "env": ["NVIDIA_CTK_DEBUG=false"],
             }
 
-        each = [
-            {"name": str(n), "containerEdits": {"deviceNodes": [node(f"gpu{n}")], "env": [f"GPU={n}"]}} for n in (0, 1)
-        ]
+        def device(number: int) -> dict[str, object]:
+            link = hook("create-symlinks", "--link", f"../test-gpu{number}::/dev/by-path/gpu{number}")
+            edits = {"deviceNodes": [node(f"gpu{number}")], "env": [f"GPU={number}"], "hooks": [link]}
+            return {"name": str(number), "containerEdits": edits}
+
         return {
             "cdiVersion": "0.5.0",
             "kind": KIND,
-            "devices": [*each, {"name": "all", "containerEdits": {"deviceNodes": [node("gpu0"), node("gpu1")]}}],
+            "devices": [
+                device(0),
+                device(1),
+                {"name": "all", "containerEdits": {"deviceNodes": [node("gpu0"), node("gpu1")]}},
+            ],
             "containerEdits": {
                 "env": ["GPU_LIBRARY=yes"],
                 "deviceNodes": [node("gpuctl")],
@@ -101,6 +115,11 @@ class GpuMachine:
                         "hostPath": str(self.folder),
                         "containerPath": "/run/gpu-shared",
                         "options": ["nosuid", "nodev", "rbind", "rprivate", "noexec"],
+                    },
+                    {
+                        "hostPath": f"{self.folder}/socket",
+                        "containerPath": "/run/gpu-daemon/socket",
+                        "options": ["ro", "nosuid", "nodev", "rbind", "rprivate", "noexec"],
                     },
                 ],
                 "hooks": [
@@ -116,5 +135,11 @@ class GpuMachine:
 @contextmanager
 def gpu_machine(*, library: bool = True) -> Generator[GpuMachine]:
     """Context with the files, in a folder that every user may enter, as pytest's own can't be."""
-    with tempfile.TemporaryDirectory(prefix="atropos-gpus-", dir="/tmp") as folder:
-        yield GpuMachine(Path(folder)).make(library=library)
+    within = "/tmp" if ENGINE is None else os.path.dirname(ENGINE)
+    with tempfile.TemporaryDirectory(prefix="atropos-gpus-", dir=within) as folder:
+        machine = GpuMachine(Path(folder), Path(ENGINE or f"{folder}/cdi"))
+        try:
+            yield machine.make(library=library)
+        finally:
+            for spec in machine.specs.iterdir():
+                spec.unlink()

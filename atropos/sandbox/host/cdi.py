@@ -1,128 +1,29 @@
-"""Devices as the Container Device Interface describes them, in files of vendors' tools (`nvidia-ctk cdi generate`).
+"""What slots get of devices that the Container Device Interface describes: nodes, files, variables, links, libraries.
 
-Fields and rules are those of its specification 1.1.0. Of what a device wants, a slot gets the nodes, the files that it
-wants read-only, the variables, the links and the cache of libraries. No hook is run: those of NVIDIA's tool are read,
-and what they would do is done inside the slot, by its own programs. What can't be had is refused by name.
+No hook is run: those of NVIDIA's tool are read, and what they would do is done inside the slot. What can't be had is
+refused by name.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
-from pydantic.alias_generators import to_camel
-
-from atropos.config import one_line
 from atropos.errors import ConfigError
+from atropos.sandbox.host.cdi_spec import Found, Spec, SpecDevice, SpecEdits, SpecHook, SpecMount, SpecNode, read_all
 from atropos.sandbox.host.files.root_changer import Bind
 
-VERSIONS = ("0.1.0", "0.2.0", "0.3.0", "0.4.0", "0.5.0", "0.6.0", "0.7.0", "0.8.0", "1.0.0", "1.1.0")
 ALL = "all"
-"""The device that nvidia-ctk adds for all others together."""
+"""The device that vendors' tools add for all others together; of WSL's GPUs it is the only one."""
 NEEDLESS_HOOKS = frozenset(
     ("chmod", "disable-device-node-modification", "enable-cuda-compat", "update-application-profile")
 )
 """Hooks of NVIDIA's tool that a slot does without: its nodes can't be changed; the others are for graphics, and for
 images whose CUDA is newer than the driver."""
-
-
-def _absolute(path: str) -> str:
-    if not path.startswith("/") or ".." in path.split("/"):
-        raise ValueError("it must be a whole path, from /")
-    return path
-
-
-def _variable(text: str) -> str:
-    if text.find("=") < 1:
-        raise ValueError("it must be NAME=VALUE")
-    return text
-
-
-_Path = Annotated[str, AfterValidator(_absolute)]
-_Variable = Annotated[str, AfterValidator(_variable)]
-
-
-class _Object(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", alias_generator=to_camel)
-
-
-class _Node(_Object):
-    path: _Path
-    host_path: _Path | None = None
-    type: str = ""
-    major: int = 0
-    minor: int = 0
-    file_mode: int | None = None
-    permissions: str = ""
-    uid: int | None = None
-    gid: int | None = None
-
-
-class _Mount(_Object):
-    host_path: _Path
-    container_path: _Path
-    options: tuple[str, ...] = ()
-    type: str = ""
-
-
-class _Hook(_Object):
-    hook_name: str
-    path: _Path
-    args: tuple[str, ...] = ()
-    env: tuple[_Variable, ...] = ()
-    timeout: int | None = None
-
-
-class _Edits(_Object):
-    env: tuple[_Variable, ...] = ()
-    device_nodes: tuple[_Node, ...] = ()
-    mounts: tuple[_Mount, ...] = ()
-    hooks: tuple[_Hook, ...] = ()
-    additional_gids: tuple[int, ...] = ()  # who may open a node is checked at the start, whatever groups there are
-    net_devices: tuple[dict[str, str], ...] = ()
-    intel_rdt: dict[str, Any] | None = None
-
-
-class _Device(_Object):
-    name: str = Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9_.:-]*[A-Za-z0-9])?$")
-    annotations: dict[str, str] = Field(default_factory=dict)
-    container_edits: _Edits
-
-
-class _Spec(_Object):
-    cdi_version: str
-    kind: str = Field(pattern=r"^[A-Za-z]([\w.-]*[A-Za-z0-9])?/[A-Za-z]([\w.-]*[A-Za-z0-9])?$")
-    annotations: dict[str, str] = Field(default_factory=dict)
-    devices: tuple[_Device, ...] = Field(min_length=1)
-    container_edits: _Edits = _Edits()
-
-    def check_version(self) -> None:
-        """Check that it has nothing that came after its version, as engines do."""
-        declared = self.cdi_version.removeprefix("v")
-        if declared not in VERSIONS:
-            raise ValueError(f"cdiVersion: {self.cdi_version!r}: known are {', '.join(VERSIONS)}")
-        edits = [self.container_edits, *(device.container_edits for device in self.devices)]
-        rdt = [key for each in edits for key in each.intel_rdt or ()]
-        since = {
-            "0.4.0": any(mount.type for each in edits for mount in each.mounts),
-            "0.5.0": any(node.host_path for each in edits for node in each.device_nodes)
-            or any(device.name[0].isdigit() for device in self.devices),
-            "0.6.0": bool(self.annotations)
-            or any(device.annotations for device in self.devices)
-            or "." in self.kind.partition("/")[2],
-            "0.7.0": any(each.intel_rdt is not None or each.additional_gids for each in edits),
-            "1.1.0": any(each.net_devices for each in edits) or not {"schemata", "enableMonitoring"}.isdisjoint(rdt),
-        }
-        needed = max((version for version, used in since.items() if used), default=declared, key=VERSIONS.index)
-        if VERSIONS.index(needed) > VERSIONS.index(declared):
-            raise ValueError(f"cdiVersion: {declared} has not all that it uses; at least {needed} is needed")
 
 
 @dataclass(frozen=True)
@@ -131,7 +32,6 @@ class Device:
 
     Attributes:
         name: KIND=NAME.
-        own: device nodes that are this device's, and not every one's of its kind.
         binds: files and nodes.
         env: variables of its programs.
         links: symbolic links, as (target, path).
@@ -139,7 +39,6 @@ class Device:
     """
 
     name: str
-    own: frozenset[str]
     binds: tuple[Bind, ...] = ()
     env: tuple[tuple[str, str], ...] = ()
     links: tuple[tuple[str, str], ...] = ()
@@ -155,87 +54,66 @@ def find(folders: Sequence[str], wanted: Sequence[str], count: int) -> list[Devi
         count: how many there must be.
 
     Raises:
-        ConfigError: there are fewer, or one of them wants what no slot can have.
+        ConfigError: there are fewer, two are the same, or one of them wants what no slot can have.
     """
-    specs, problems = _read_all(folders)
-    devices: list[Device] = []
+    kinds, problems = read_all(folders)
+    found: list[Found] = []
     for name in wanted:
         kind, _, device = name.partition("=")
-        named = [each for each in specs.get(kind, {}).values() if device in {"", each[1].name}]
+        of_kind = kinds.get(kind, {})
         if not device:
-            devices += _alone([_device(*each) for each in named if each[1].name != ALL and _present(each[1])])
-        else:
-            devices += [_device(*each) for each in named]
-    if len(devices) < count:
-        has = ", ".join(each.name for each in devices) or "none"
+            found += _alone([each for each in of_kind.values() if _present(each[1])])
+        elif device in of_kind:
+            found.append(of_kind[device])
+    if len(found) < count:
+        has = ", ".join(map(_name, found)) or "none"
         why = "".join(f"; {problem}" for problem in problems)
         raise ConfigError(
             f"gpus: {count} wanted; of gpu_devices ({', '.join(wanted)}) this machine has {has}, by the files in "
-            f"{' and '.join(folders)}{why}"
+            f"{' and '.join(folders)}{why} (docs/gpu.md)"
         )
-    return devices[:count]
+    for number, one in enumerate(found[:count]):
+        for other in found[:number]:
+            if _is_part(one[1], other[1]) or _is_part(other[1], one[1]):
+                raise ConfigError(
+                    f"gpu_devices: {_name(other)} and {_name(one)} are the same device, or one is a part of the other; "
+                    "name one of them"
+                )
+    return [_device(*each) for each in found[:count]]
 
 
-def _alone(devices: Sequence[Device]) -> list[Device]:
+def _name(found: Found) -> str:
+    spec, device = found
+    return f"{spec.kind}={device.name}"
+
+
+def _alone(found: Sequence[Found]) -> list[Found]:
     """Devices that are no part of another: second names of the same one go, and cards that are also there in parts."""
+    single = [each for each in found if each[1].name != ALL] or found
     return [
-        each
-        for number, each in enumerate(devices)
+        (spec, device)
+        for number, (spec, device) in enumerate(single)
         if not any(
-            each.own < other.own or (each.own == other.own and before < number) for before, other in enumerate(devices)
+            _is_part(device, other) and (before < number or not _is_part(other, device))
+            for before, (_, other) in enumerate(single)
+            if before != number
         )
     ]
 
 
-def _read_all(folders: Sequence[str]) -> tuple[dict[str, dict[str, tuple[_Spec, _Device]]], list[str]]:
-    """Devices by kind and name, and what is wrong with files."""
-    kinds: dict[str, dict[str, tuple[_Spec, _Device]]] = {}
-    problems: list[str] = []
-    for folder in folders:
-        here: dict[str, str] = {}
-        for path in sorted(Path(folder).glob("*")) if os.path.isdir(folder) else ():
-            if path.suffix not in {".json", ".yaml"} or path.is_dir():
-                continue
-            try:
-                spec = _read(path)
-            except (OSError, ValueError) as error:
-                problems.append(f"{path}: {error}")
-                continue
-            for device in spec.devices:
-                name = f"{spec.kind}={device.name}"
-                if name in here:  # an engine takes neither
-                    problems.append(f"{path}: {name} is in {here[name]} too")
-                    kinds[spec.kind].pop(device.name, None)
-                    continue
-                here[name] = str(path)
-                kinds.setdefault(spec.kind, {})[device.name] = spec, device
-    return kinds, problems
+def _is_part(one: SpecDevice, other: SpecDevice) -> bool:
+    """Whether a device's own nodes are all another's too: a card's are those of each of its MIG devices."""
+    return bool(one.own) and one.own <= other.own
 
 
-def _read(path: Path) -> _Spec:
-    text = path.read_text(encoding="utf-8")
-    try:
-        spec = _Spec.model_validate(json.loads(text) if path.suffix == ".json" else _yaml(text))
-    except ValidationError as error:
-        raise ValueError(one_line(error)) from None
-    spec.check_version()
-    return spec
-
-
-def _yaml(text: str) -> object:
-    try:
-        import yaml  # few servers need it
-    except ImportError:
-        raise ValueError("PyYAML is not installed: install it, or write the file as JSON (--format=json)") from None
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(" ".join(str(error).split())) from None
-
-
-def _present(device: _Device) -> bool:
+def _present(device: SpecDevice) -> bool:
     """Whether its nodes are here: a container has only some of its machine's."""
-    return all(_source(node.host_path, node.path) for node in device.container_edits.device_nodes)
+    return all(_source_of(node) for node in device.container_edits.device_nodes)
+
+
+def _source_of(node: SpecNode) -> str | None:
+    """Where this server finds a node."""
+    return _source(node.host_path, node.path) or _named_by_kernel(node)
 
 
 def _source(host: str | None, inside: str) -> str | None:
@@ -243,7 +121,20 @@ def _source(host: str | None, inside: str) -> str | None:
     return next((path for path in (host, inside) if path is not None and os.path.exists(path)), None)
 
 
-def _device(spec: _Spec, device: _Device) -> Device:
+def _named_by_kernel(node: SpecNode) -> str | None:
+    """The node of this number, which an engine would make where the specification wants it."""
+    if not node.type or not node.major:
+        return None
+    folder = Path("/sys/dev", "block" if node.type == "b" else "char", f"{node.major}:{node.minor}")
+    try:
+        named = re.search(r"^DEVNAME=(.+)$", (folder / "uevent").read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        return None
+    path = f"/dev/{named[1]}" if named else ""
+    return path if os.path.exists(path) else None
+
+
+def _device(spec: Spec, device: SpecDevice) -> Device:
     name = f"{spec.kind}={device.name}"
     edits = (spec.container_edits, device.container_edits)
     links: list[tuple[str, str]] = []
@@ -253,12 +144,9 @@ def _device(spec: _Spec, device: _Device) -> Device:
             raise ConfigError(f"gpus: {name} wants a network interface or Intel RDT, which no slot has")
         for hook in each.hooks:
             _read_hook(name, hook, links, libraries)
-    nodes = [_node(name, node) for each in edits for node in each.device_nodes]
-    files = [bind for each in edits for mount in each.mounts for bind in _file(name, mount)]
-    by_target = {bind.target: bind for bind in (*nodes, *files)}
+    by_target = {bind.target: bind for each in edits for bind in _binds(name, each)}
     return Device(
         name,
-        frozenset(node.path for node in device.container_edits.device_nodes),
         tuple(by_target[target] for target in sorted(by_target)),
         tuple((key, value) for each in edits for key, _, value in (text.partition("=") for text in each.env)),
         tuple(dict.fromkeys(links)),
@@ -266,30 +154,71 @@ def _device(spec: _Spec, device: _Device) -> Device:
     )
 
 
-def _node(name: str, node: _Node) -> Bind:
-    source = _source(node.host_path, node.path)
-    if source is None or not (stat.S_ISCHR(mode := os.stat(source).st_mode) or stat.S_ISBLK(mode)):
-        raise ConfigError(f"gpus: {name}: {node.host_path or node.path} is no device node of this machine")
-    if not os.access(source, os.R_OK | os.W_OK):
+def _binds(name: str, edits: SpecEdits) -> Iterator[Bind]:
+    for node in edits.device_nodes:
+        source = _source_of(node)
+        yield _node(name, source, node.host_path or node.path, node.path)
+        rights = node.permissions or "rw"
+        if source is not None and ("r" not in rights or ("w" not in rights and os.stat(source).st_mode & 0o222)):
+            raise ConfigError(
+                f"gpus: {name}: {node.path} has permissions {rights!r}, and its mode allows a slot more; leave "
+                "them out of the file if it may do that"
+            )
+    for mount in edits.mounts:
+        yield from _mounted(name, mount)
+
+
+def _node(name: str, source: str | None, wanted: str, target: str) -> Bind:
+    """A node that a slot's users may open as its owner may: MIG's are readable alone."""
+    mode = 0 if source is None else os.stat(source).st_mode
+    if source is None or not _is_device(mode):
+        raise ConfigError(f"gpus: {name}: {wanted} is no device node of this machine")
+    if not os.access(source, os.R_OK | (os.W_OK if mode & stat.S_IWUSR else 0)):
         raise ConfigError(
             f"gpus: {name}: {source} has mode {stat.S_IMODE(mode):o}: a slot's users, who are none of the host's, "
-            "can't open it; "
-            'give it MODE="0666" in a udev rule'
+            'can\'t open it; give it MODE="0666" in a udev rule, or take it out of the file'
         )
-    return Bind(source, node.path, device=True)
+    return Bind(source, target, device=True)
 
 
-def _file(name: str, mount: _Mount) -> Iterator[Bind]:
-    """What a slot gets of a mount: nothing writable, which all slots and the host would share (NVIDIA's sockets)."""
-    if "ro" not in mount.options:
-        return
+def _is_device(mode: int) -> bool:
+    return stat.S_ISCHR(mode) or stat.S_ISBLK(mode)
+
+
+def _mounted(name: str, mount: SpecMount) -> Iterator[Bind]:
+    """What a slot gets of a mount: a node, as Intel's links to them are; a file or folder that is read-only.
+
+    Nothing that all slots and the host would share: what can be written, and sockets (NVIDIA's daemons'), which its
+    tool said to be read-only up to 1.18.
+    """
     source = _source(mount.host_path, mount.container_path)
-    if source is None or mount.type not in {"", "none", "bind"}:
-        raise ConfigError(f"gpus: {name}: there is no {mount.host_path} to mount at {mount.container_path}")
-    yield Bind(source, mount.container_path)
+    if source is not None and _is_device(os.stat(source).st_mode):
+        yield _node(name, source, mount.host_path, mount.container_path)
+    elif not {"ro", "rro"}.isdisjoint(mount.options):
+        if mount.type not in {"", "none", "bind"}:
+            raise ConfigError(f"gpus: {name}: no slot has a mount of type {mount.type}, as at {mount.container_path}")
+        if source is None:
+            raise ConfigError(f"gpus: {name}: there is no {mount.host_path} to mount at {mount.container_path}")
+        if not _has_socket(source):
+            yield Bind(source, mount.container_path, no_exec="noexec" in mount.options, below=_mounts_below(source))
 
 
-def _read_hook(name: str, hook: _Hook, links: list[tuple[str, str]], libraries: list[str]) -> None:
+def _has_socket(path: str) -> bool:
+    """Whether a file is a socket or pipe, or a folder has one."""
+    inside = (os.path.join(top, name) for top, _, names in os.walk(path) for name in names)
+    modes = (os.lstat(each).st_mode for each in (os.path.realpath(path), *inside) if os.path.lexists(each))
+    return any(stat.S_ISSOCK(mode) or stat.S_ISFIFO(mode) for mode in modes)
+
+
+def _mounts_below(path: str) -> tuple[str, ...]:
+    """Where something is mounted below a folder of this server's, from there."""
+    top = f"{os.path.realpath(path).rstrip('/')}/"
+    lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    points = (re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), line.split()[4]) for line in lines)
+    return tuple(sorted({point.removeprefix(top) for point in points if point.startswith(top)}))
+
+
+def _read_hook(name: str, hook: SpecHook, links: list[tuple[str, str]], libraries: list[str]) -> None:
     """What a hook would do: add its links and its folders of libraries."""
     arguments = list(hook.args[1:])
     values = [value for flag in ("link", "folder") for value in _values(arguments, flag)]

@@ -35,24 +35,25 @@ class SlotGpus:
     def __init__(self, devices: Iterable[Device]) -> None:
         self._devices = tuple(devices)
         self.env = {name: value for device in self._devices for name, value in device.env}
+        self._links = dict.fromkeys(link for device in self._devices for link in device.links)
         self._made: list[str] = []
 
     async def mount(self, roots: RootChanger, slot: int) -> None:
-        """Mount their nodes and files in a slot (pidfd of its PID 1).
+        """Mount their nodes and files in a slot (pidfd of its PID 1), and make their links in /dev.
 
         Raises:
             OSError: it could not be done; the slot must be stopped.
         """
         binds = {bind.target: bind for device in self._devices for bind in device.binds}
-        self._made = await roots.bind(slot, [binds[target] for target in sorted(binds)])
+        in_dev = [link for link in self._links if _in_dev(link[1])]
+        self._made = await roots.bind(slot, [binds[target] for target in sorted(binds)], in_dev)
 
     def make_links(self) -> Exec:
-        """The command that makes links and the cache of libraries, by the slot's own programs, as its root.
+        """The command that makes other links and the cache of libraries, by the slot's own programs, as its root.
 
         A root that is the host's /usr can't be written, and has them.
         """
-        links = dict.fromkeys(link for device in self._devices for link in device.links)
-        lines = [f"set -- {shlex.join(link)}; {_LINK}" for link in links]
+        lines = [f"set -- {shlex.join(link)}; {_LINK}" for link in self._links if not _in_dev(link[1])]
         if folders := dict.fromkeys(folder for device in self._devices for folder in device.libraries):
             lines.append(f"set -- {shlex.join(folders)}; {_CACHE}")
         return Exec(command="\n".join(lines) or ":", workdir="/", user="0", timeout_s=60)
@@ -66,7 +67,7 @@ class SlotGpus:
         sockets.collect_garbage()
         mount_points, self._made = self._made, []
         for path in reversed(mount_points):
-            if path.startswith("/dev/"):
+            if _in_dev(path):
                 continue
             folder, name = os.path.split(path)
             with contextlib.ExitStack() as opened, contextlib.suppress(OSError):
@@ -76,3 +77,8 @@ class SlotGpus:
                         os.rmdir(name, dir_fd=part.fd)
                     elif stat.S_ISREG(status.st_mode) and not status.st_size:
                         os.unlink(name, dir_fd=part.fd)
+
+
+def _in_dev(path: str) -> bool:
+    """Whether it is in /dev, which is a slot's own, and which its programs can't write."""
+    return path.startswith("/dev/")

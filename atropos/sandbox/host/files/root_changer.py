@@ -17,11 +17,18 @@ from atropos.sandbox.linux import syscalls
 
 @dataclass(frozen=True)
 class Bind:
-    """A file, folder or device node of the server's to mount in a slot, read-only."""
+    """A file, folder or device node of the server's to mount in a slot, read-only.
+
+    Attributes:
+        no_exec: no program of it can be started.
+        below: where in a folder something else is mounted, which comes along.
+    """
 
     source: str
     target: str
     device: bool = False
+    no_exec: bool = False
+    below: tuple[str, ...] = ()
 
 
 class RootChanger:
@@ -50,12 +57,13 @@ class RootChanger:
         finally:
             syscalls.setns(self._home, syscalls.CLONE_NEWNS)
 
-    async def bind(self, slot: int, binds: Sequence[Bind]) -> list[str]:
+    async def bind(self, slot: int, binds: Sequence[Bind], links: Sequence[tuple[str, str]] = ()) -> list[str]:
         """Mount files and device nodes in a slot, in this order.
 
         Args:
             slot: pidfd of its PID 1, the only process in it.
             binds: what to mount.
+            links: symbolic links in /dev to make, as (target, path).
 
         Returns:
             The files and folders in the slot's root that were made to mount on.
@@ -63,16 +71,16 @@ class RootChanger:
         Raises:
             OSError: it could not be done; the slot must be stopped.
         """
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._bind, slot, binds)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._bind, slot, binds, links)
 
-    def _bind(self, slot: int, binds: Sequence[Bind]) -> list[str]:
+    def _bind(self, slot: int, binds: Sequence[Bind], links: Sequence[tuple[str, str]]) -> list[str]:
         with contextlib.ExitStack() as opened:
             trees = [syscalls.detached_mount(bind.source) for bind in binds]
             for tree in trees:
                 opened.callback(os.close, tree)
             syscalls.setns(slot, syscalls.CLONE_NEWNS)
             try:
-                return _bind_all(binds, trees)
+                return _bind_all(binds, trees, links)
             finally:
                 syscalls.setns(self._home, syscalls.CLONE_NEWNS)
 
@@ -154,7 +162,7 @@ def _pivot(new_root: str) -> None:
             raise OSError(f"{path} is not the new root")
 
 
-def _bind_all(binds: Sequence[Bind], trees: Sequence[int]) -> list[str]:
+def _bind_all(binds: Sequence[Bind], trees: Sequence[int], links: Sequence[tuple[str, str]]) -> list[str]:
     """In the slot's mount namespace, where no path leads out of its root."""
     paths: list[str] = []
     writable = syscalls.MS_REMOUNT | syscalls.MS_BIND | syscalls.MS_NOSUID | syscalls.MS_NODEV
@@ -162,12 +170,19 @@ def _bind_all(binds: Sequence[Bind], trees: Sequence[int]) -> list[str]:
     for bind, tree in zip(binds, trees, strict=True):
         paths += _make_mount_point(bind.target, folder=stat.S_ISDIR(os.fstat(tree).st_mode))
         syscalls.attach_mount(tree, bind.target)
-        flags = os.statvfs(bind.target).f_flag & os.ST_NOEXEC
-        if bind.device:  # data for a device is no write to this mount; its node stays as it is
-            flags |= syscalls.MS_REMOUNT | syscalls.MS_BIND | syscalls.MS_RDONLY | syscalls.MS_NOSUID
-            syscalls.mount(None, bind.target, None, flags)
-        else:
-            syscalls.remount_read_only(bind.target, flags)
+        for path in (bind.target, *(f"{bind.target}/{name}" for name in bind.below)):
+            flags = os.statvfs(path).f_flag & os.ST_NOEXEC
+            if bind.no_exec:
+                flags |= syscalls.MS_NOEXEC
+            if bind.device:  # data for a device is no write to this mount; its node stays as it is
+                flags |= syscalls.MS_REMOUNT | syscalls.MS_BIND | syscalls.MS_RDONLY | syscalls.MS_NOSUID
+                syscalls.mount(None, path, None, flags)
+            else:
+                syscalls.remount_read_only(path, flags)
+    for target, path in links:
+        _make_mount_point(os.path.dirname(path), folder=True)
+        if not os.path.lexists(path):
+            os.symlink(target, path)
     syscalls.remount_read_only("/dev")
     return paths
 
