@@ -36,8 +36,10 @@ PACKAGES = (
 )
 NEWER_PACKAGES = f"{PACKAGES} docker-cli passt"
 """Since trixie the client is a package of its own, and passt connects a rootless Podman's network."""
-TESTS = ("tests/conformance", "tests/e2e/test_docker.py")
+TESTS = ("tests/conformance", "tests/e2e/test_docker.py", "tests/e2e/test_gpus.py")
 USER, UID = "engine", 1000
+CDI = "cdi"
+"""A folder of a run, in which tests write specifications of devices, and dockerd reads them."""
 START_S = 60.0
 STARTED = time.monotonic()
 
@@ -235,8 +237,14 @@ def mounted(kept: Path, folder: Path) -> Path:
 
 def configure(engine: Engine, root: Path, work: Path) -> None:
     """What an engine needs without systemd and where root can't raise its limits, and plain HTTP on loopback."""
-    store = {"features": {"containerd-snapshotter": True}} if engine.containerd_store else {}
-    (work / "daemon.json").write_text(json.dumps(store))
+    features = {"containerd-snapshotter": True} if engine.containerd_store else {}
+    settings: dict[str, object] = {"features": features}
+    specifications = work.parent / CDI
+    specifications.mkdir()
+    if engine.suite != "bookworm":  # whose dockerd knows neither, and ends at the second
+        features["cdi"] = True
+        settings["cdi-spec-dirs"] = [str(specifications)]
+    (work / "daemon.json").write_text(json.dumps(settings))
     etc = root / "etc/containers"
     files, processes = (resource.getrlimit(limit)[1] for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
     (etc / "containers.conf").write_text(
@@ -272,8 +280,8 @@ def clients(engine: Engine, root: Path, folder: Path, socket: Path) -> dict[str,
     """The environment of clients: this Python, and the release's own `docker`, by its own loader."""
     programs = folder / "bin"
     programs.mkdir()
-    libraries = root / "usr/lib/x86_64-linux-gnu"
-    loader = f"{libraries}/ld-linux-x86-64.so.2 --library-path {libraries} {root}/usr/bin/docker"
+    (found,) = (root / "usr/lib").glob("*-linux-gnu/ld-linux-*.so.?")
+    loader = f"{found} --library-path {found.parent} {root}/usr/bin/docker"
     (programs / "docker").write_text(f'#!/bin/sh\nexec {loader} "$@"\n')
     (programs / "docker").chmod(0o755)
     return os.environ | {
@@ -281,6 +289,7 @@ def clients(engine: Engine, root: Path, folder: Path, socket: Path) -> dict[str,
         "DOCKER_HOST": f"unix://{socket}",
         "ATROPOS_BACKENDS": "docker",
         "ATROPOS_ENGINE": engine.name,
+        "ATROPOS_ENGINE_CDI": str(folder / CDI),
     }
 
 

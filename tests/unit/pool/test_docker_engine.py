@@ -18,6 +18,7 @@ from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots import SlotPool
 from atropos.slots.backends.docker.engine import DockerEngine
 from tests.engines import pool_config
+from tests.files import write_files
 
 IMAGE = "registry.example/sandbox:1"
 
@@ -178,42 +179,82 @@ async def test_refusal_ends_the_start(tmp_path, monkeypatch):
     assert asked == 1
 
 
-GPUS = {"gpus": 2, "gpu_devices": ("a.org/gpu",), "max_containers": 1, "cdi_folders": ("/proc/fs",)}
+GPUS = {"gpus": 2, "gpu_devices": ("a.org/gpu",), "max_containers": 1}
+ELSEWHERE = {"KernelVersion": "6.10.14-linuxkit"}
+FOLDERS = ("/etc/cdi", "/var/run/cdi")
 
 
-async def test_specifications_go_by_name(tmp_path):
+def podman(version: str) -> dict[str, Any]:
+    """How Podman answers to /version."""
+    return {"/version": {"ApiVersion": "1.41", "Version": version, "Components": [{"Name": "Podman Engine"}]}}
+
+
+async def asked_for_gpus(folder: Path, folders: Sequence[str], answers: dict[str, Any], **says: Any) -> dict[str, Any]:
+    """What an engine is asked for, so that a container has two GPUs by the files in these folders."""
     given: dict[str, Any] = {}
 
     async def create(request: web.Request) -> web.Response:
         given.update(await request.json())
         return web.json_response({"message": "enough seen"}, status=400)
 
-    answers = {"/containers/create": create, "/containers/json": [], "/json": {"Id": "sha256:1"}, "/events": []}
-    async with engine(tmp_path, answers, CDISpecDirs=["/proc/fs", "/etc/cdi"]) as address:
+    known = {"/containers/create": create, "/containers/json": [], "/json": {"Id": "sha256:1"}, "/events": []}
+    async with engine(folder, {**known, **answers}, **says) as address:
+        config = pool_config("docker", docker_host=address, start_timeout_s=600, cdi_folders=folders, **GPUS)
         with pytest.raises(BackendUnavailable, match="enough seen"):
-            await SlotPool(pool_config("docker", docker_host=address, **GPUS)).start()
-    (asked,) = given["HostConfig"]["DeviceRequests"]
-    assert (asked["Driver"], asked["DeviceIDs"]) == ("cdi", ["a.org/gpu=0", "a.org/gpu=1"])
-    assert given["HostConfig"]["Binds"] == ["/proc/fs:/proc/fs:ro"]
+            await SlotPool(config).start()
+    return given["HostConfig"]
+
+
+async def test_specifications_go_by_name(tmp_path):
+    nodes = {"one": "/dev/null", "two": "/dev/zero"}
+    devices = [{"name": name, "containerEdits": {"deviceNodes": [{"path": path}]}} for name, path in nodes.items()]
+    folder = write_files(
+        tmp_path / "cdi", {"a.json": json.dumps({"cdiVersion": "0.5.0", "kind": "a.org/gpu", "devices": devices})}
+    )
+    given = await asked_for_gpus(tmp_path, [str(folder)], {}, CDISpecDirs=[str(folder), "/etc/cdi"])
+    (asked,) = given["DeviceRequests"]
+    assert (asked["Driver"], asked["DeviceIDs"]) == ("cdi", ["a.org/gpu=one", "a.org/gpu=two"])
+    assert given["Binds"] == [f"{folder}:{folder}:ro"]
+    given = await asked_for_gpus(tmp_path, [str(folder)], {}, CDISpecDirs=["/etc/cdi"])
+    assert [each["PathInContainer"] for each in given["Devices"]] == ["/dev/null", "/dev/zero"]
 
 
 @pytest.mark.parametrize(
-    ("says", "why"),
+    ("answers", "says", "driver", "ids"),
     [
-        (
-            {"KernelVersion": "6.10.14-linuxkit"},
-            "gpus: Docker .* reads no CDI specifications in /proc/fs, and has other",
-        ),
-        ({"CDISpecDirs": ["/etc/cdi"]}, r"gpus: 2 wanted; of gpu_devices \(a.org/gpu\) this machine has none"),
+        ({}, {"CDISpecDirs": FOLDERS}, "cdi", ["a.org/gpu=0", "a.org/gpu=1"]),
+        (podman("5.8.6"), {}, "cdi", ["a.org/gpu=0", "a.org/gpu=1"]),
+        ({}, {}, "", ["0", "1"]),
+        ({}, {"CDISpecDirs": ["/etc/cdi"]}, "", ["0", "1"]),
     ],
-    ids=["elsewhere", "here"],
+    ids=["with CDI", "Podman", "without", "with fewer folders"],
 )
-async def test_absent_gpus_end_the_start(tmp_path, says, why):
-    async with engine(
-        tmp_path, {"/containers/json": [], "/json": {"Id": "sha256:1"}, "/events": []}, **says
-    ) as address:
+async def test_engines_elsewhere_are_asked(tmp_path, answers, says, driver, ids):
+    given = await asked_for_gpus(tmp_path, FOLDERS, answers, **says, **ELSEWHERE)
+    (asked,) = given["DeviceRequests"]
+    assert (asked["Driver"], asked["DeviceIDs"], asked["Count"]) == (driver, ids, 0)
+    assert ["gpu"] in asked["Capabilities"] or driver, "as by --gpus"
+    assert given["Binds"] == [f"{folder}:{folder}:ro" for folder in FOLDERS]
+
+
+@pytest.mark.parametrize(
+    ("answers", "says", "why"),
+    [
+        (podman("5.3.1"), ELSEWHERE, "gpus: Podman 5.3.1.* takes no names of CDI devices .*; it needs Podman 5.4"),
+        (
+            {},
+            {"CDISpecDirs": ["/etc/cdi"]},
+            r"gpus: 2 wanted; of gpu_devices \(a.org/gpu\) this machine has none, by the files in /proc/fs",
+        ),
+    ],
+    ids=["Podman elsewhere", "here"],
+)
+async def test_absent_gpus_end_the_start(tmp_path, answers, says, why):
+    known = {"/containers/json": [], "/json": {"Id": "sha256:1"}, "/events": []}
+    async with engine(tmp_path, {**known, **answers}, **says) as address:
+        config = pool_config("docker", docker_host=address, start_timeout_s=600, cdi_folders=("/proc/fs",), **GPUS)
         with pytest.raises(BackendUnavailable, match=why):
-            await SlotPool(pool_config("docker", docker_host=address, start_timeout_s=600, **GPUS)).start()
+            await SlotPool(config).start()
 
 
 @pytest.mark.parametrize("podman", [True, False])

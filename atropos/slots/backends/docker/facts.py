@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+PODMAN_CDI = (5, 4)
+"""The Podman from which on its API takes names of CDI devices, in `PODMAN_CDI_FOLDERS`; it says nothing of them."""
+PODMAN_CDI_FOLDERS = frozenset(("/etc/cdi", "/var/run/cdi"))
 LIMITS = {"MemoryLimit": "memory", "PidsLimit": "processes"}
 """Limits of a container that an engine may lack, by their names in its `info`."""
 _DENIED = re.compile(
@@ -26,8 +29,7 @@ class EngineFacts:
         name: `Docker` or `Podman`.
         rootless: an ordinary user runs it; its containers' own addresses can't be reached from outside of it.
         in_vm: it has another kernel than this machine, as that of Docker Desktop: nor can those.
-        cdi_folders: where it looks for devices of the Container Device Interface; empty: it knows none, or as
-            Podman doesn't say so.
+        cdi_folders: where it looks for devices of the Container Device Interface; empty: it knows none.
         unlimited: what it can't limit.
     """
 
@@ -45,12 +47,14 @@ class EngineFacts:
         options: list[str] = info.get("SecurityOptions") or []
         # Podman 4.3 says it by a field of its own alone
         rootless = any(option.split(",")[0] == "name=rootless" for option in options) or info.get("Rootless") is True
+        number = str(version.get("Version", ""))
+        reads = podman and tuple(map(int, re.findall(r"\d+", number)[:2])) >= PODMAN_CDI
         none = rootless and str(info.get("CgroupVersion")) == "1"  # whatever Podman reports for each
         return cls(
             name="Podman" if podman else "Docker",
-            version=str(version.get("Version", "")),
+            version=number,
             rootless=rootless,
-            cdi_folders=frozenset(info.get("CDISpecDirs") or ()),
+            cdi_folders=PODMAN_CDI_FOLDERS if reads else frozenset(info.get("CDISpecDirs") or ()),
             in_vm=info.get("KernelVersion") not in {None, "", os.uname().release},
             unlimited=tuple(name for key, name in LIMITS.items() if none or info.get(key) is False),
         )

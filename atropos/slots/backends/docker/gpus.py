@@ -11,6 +11,9 @@ from atropos.errors import ConfigError
 from atropos.slots.backends.docker.facts import EngineFacts
 from atropos.slots.backends.spec import ContainerSpec
 
+CAPABILITIES = [["gpu", "compute", "utility", "video", "graphics", "display"], ["gpu"]]
+"""Of a driver that `--gpus` is to find: NVIDIA's, with all that its specification names; else any vendor's."""
+
 
 @dataclass
 class ContainerGpus:
@@ -28,7 +31,8 @@ class ContainerGpus:
 def container_gpus(spec: ContainerSpec, engine: EngineFacts, *, same_files: bool) -> ContainerGpus:
     """A container's GPUs, and their specifications, by which its server gives each slot its own.
 
-    An engine that doesn't read these itself is given what they name.
+    An engine that reads these itself is asked for them by name. Another one is given what they name; where it has other
+    files, it is asked as by `--gpus`.
 
     Args:
         spec: of the container.
@@ -42,23 +46,35 @@ def container_gpus(spec: ContainerSpec, engine: EngineFacts, *, same_files: bool
     if not server.gpus:
         return gpus
     reads = engine.cdi_folders.issuperset(server.cdi_folders)
-    if not reads and not same_files:
-        raise ConfigError(
-            f"gpus: {engine} reads no CDI specifications in {', '.join(server.cdi_folders)}, and has other files than "
-            "this machine; it needs Docker 28.3, or 25 with features.cdi"
-        )
     for folder in server.cdi_folders:
         if not same_files or os.path.isdir(folder):
             gpus.mount(folder, folder)
-    if reads:
+    if same_files:
+        _name_devices(spec, gpus, reads=reads)
+    elif reads:
         gpus.requests = [DeviceRequest(driver="cdi", device_ids=spec.gpu_names)]
-        return gpus
+    elif engine.name == "Podman":
+        raise ConfigError(
+            f"gpus: {engine} takes no names of CDI devices in {', '.join(server.cdi_folders)}, and has other files "
+            "than this machine; it needs Podman 5.4"
+        )
+    else:
+        ids = [name.partition("=")[2] for name in spec.gpu_names]
+        gpus.requests = [DeviceRequest(device_ids=ids, capabilities=CAPABILITIES)]
+    return gpus
+
+
+def _name_devices(spec: ContainerSpec, gpus: ContainerGpus, *, reads: bool) -> None:
+    """Add what this machine's specifications name: the devices, or their nodes and files."""
     from atropos.sandbox.host.cdi import find  # Linux alone has what it builds on
 
+    server = spec.server
     devices = find(server.cdi_folders, server.gpu_devices, server.gpus)
+    if reads:
+        gpus.requests = [DeviceRequest(driver="cdi", device_ids=[device.name for device in devices])]
+        return
     for bind in dict.fromkeys(bind for device in devices for bind in device.binds):
         if bind.device:
             gpus.devices.append(f"{bind.source}:{bind.target}:rw")
         else:
             gpus.mount(bind.source, bind.target)
-    return gpus
