@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -23,10 +24,10 @@ _MAIN = (MAIN, "client")
 """What the service that the agent works in is called: by Harbor, and by terminal-bench 1."""
 _WITHOUT_EFFECT = {
     *("hostname", "labels", "init", "tty", "stdin_open", "logging", "profiles"),
-    *("stop_grace_period", "stop_signal", "expose", "ports", "platform", "pull_policy", "memswap_limit"),
+    *("stop_grace_period", "stop_signal", "expose", "ports", "pull_policy", "memswap_limit"),
 }
 """Keys about a container's own name, its ports outside or its end, which change nothing here."""
-_OF_THE_BUILDER = {"cache_from", "cache_to", "labels", "no_cache", "platforms", "pull", "shm_size", "tags"}
+_OF_THE_BUILDER = {"cache_from", "cache_to", "labels", "no_cache", "pull", "shm_size", "tags"}
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,250}[A-Za-z0-9_])?")
 _FROM_HARNESS = re.compile(r"\$\w+|\$\{\w+\}")
 """An image whose name the harness fills in."""
@@ -39,6 +40,7 @@ class _ComposeBuild(BaseModel):
 
     context: str = "."
     dockerfile: str = "Dockerfile"
+    platforms: list[str] = []
 
 
 class _ServiceTable(BaseModel):
@@ -48,6 +50,8 @@ class _ServiceTable(BaseModel):
 
     build: _ComposeBuild | str | None = None
     image: str | None = None
+    platform: str | None = None
+    gpus: Literal["all"] | list[dict[str, object]] | None = None
     entrypoint: str | list[str] | None = None
     command: str | list[str] | None = None
     environment: dict[str, str | int | float | bool | None] | list[str] | None = None
@@ -89,6 +93,8 @@ def read_compose(folder: Path) -> Service | None:
     if len(services) > 1:
         _check_networks(path, tables)
     first = services.pop(main) if main is not None else Service()
+    if holder := next((each.name for each in services.values() if each.gpus), None):
+        raise ConfigError(f"{path}: services.{holder}: services beside the agent's have no GPUs; leave the task out")
     beside = tuple(each for each in start_order((first, *services.values()), str(path)) if each is not first)
     if len(beside) > MAX_MEMBERS:
         raise ConfigError(f"{path}: {len(beside)} services beside the agent's; at most {MAX_MEMBERS}")
@@ -162,7 +168,10 @@ def _service(name: str, said: _ServiceTable, folder: Path, where: str, tables: M
     workdir = values.filled(said.working_dir or "", f"{where}.working_dir")
     if workdir and not workdir.startswith("/"):
         raise ConfigError(f"{where}.working_dir: {workdir!r:.80} doesn't begin with /; write the whole path")
-    limits = table(table(table(said.deploy).get("resources")).get("limits"))
+    resources = table(table(said.deploy).get("resources"))
+    limits, reserved = table(resources.get("limits")), table(resources.get("reservations"))
+    build = said.build if isinstance(said.build, _ComposeBuild) else _ComposeBuild()
+    platforms = [said.platform] if said.platform else build.platforms
     memory = values.number(said.mem_limit or limits.get("memory"), f"{where}.mem_limit")
     in_memory = values.number(said.shm_size, f"{where}.shm_size")
     shared = values.shared_sources(each.volumes or () for each in tables.values())
@@ -185,10 +194,12 @@ def _service(name: str, said: _ServiceTable, folder: Path, where: str, tables: M
         },
         workdir=workdir or None,
         user=None if said.user is None else values.filled(str(said.user), f"{where}.user"),
+        platforms=tuple(values.filled(each, f"{where}.platform") for each in platforms),
         offline=mode == "none",
         memory_mib=None if memory is None else max(1, int(memory) >> 20),
         shm_mib=None if in_memory is None else max(1, int(in_memory) >> 20),
         cpus=values.number(said.cpus or limits.get("cpus"), f"{where}.cpus"),
+        gpus=values.gpus(said.gpus, reserved.get("devices"), where),
         depends_on=values.dependencies(said.depends_on, tuple(tables), f"{where}.depends_on"),
         healthcheck=values.healthcheck(said.healthcheck, f"{where}.healthcheck"),
         restart=values.restarts(said.restart, f"{where}.restart"),

@@ -57,6 +57,38 @@ def number(value: object, where: str) -> float | None:
     return float(match[1]) * (1 << 10 * "bkmgt".find(match[2].lower()) if match[2] else 1)
 
 
+def gpus(value: object, reserved: object, where: str) -> int | None:
+    """How many GPUs a service has.
+
+    Args:
+        value: of `gpus`: `all`, or requests.
+        reserved: the requests of `deploy.resources.reservations.devices`.
+        where: the service, for messages.
+
+    Raises:
+        ConfigError: other devices are asked for, or it doesn't say how many.
+    """
+    asked = {
+        f"{where}.gpus": [value] if value == "all" else value,
+        f"{where}.deploy.resources.reservations.devices": reserved,
+    }
+    counts = [
+        _gpus_of(table(each), at) for at, requests in asked.items() for each in cast("Sequence[object]", requests or ())
+    ]
+    return sum(counts) if counts else None
+
+
+def _gpus_of(request: Mapping[str, object], where: str) -> int:
+    capabilities = cast("Sequence[object]", request.get("capabilities") or ["gpu"])
+    if "gpu" not in capabilities:
+        raise ConfigError(f"{where}: {', '.join(map(str, capabilities))} can't be honoured in a slot; remove it")
+    ids = request.get("device_ids")
+    count = len(cast("list[object]", ids)) if isinstance(ids, list) else request.get("count")
+    if not isinstance(count, int) or count < 1:
+        raise ConfigError(f"{where}: {count or 'all'}: a slot has as many as it asks for; write how many in count")
+    return count
+
+
 def environment(value: Mapping[str, object] | Sequence[str] | None, where: str) -> dict[str, str]:
     """Variables of the service; those that the harness itself fills in are left to it."""
     pairs: list[tuple[str, object]]

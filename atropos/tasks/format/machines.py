@@ -21,11 +21,11 @@ def is_machine(folder: Path) -> bool:
 
 
 def with_compose(service: Service | None, wants: EnvironmentSection) -> EnvironmentSection:
-    """`[environment]` with what a compose file adds to it: image, network, and sizes that it doesn't name."""
+    """`[environment]` with what a compose file adds to it: image, network, and sizes and GPUs that it doesn't name."""
     if service is None:
         return wants
-    sizes = {"memory_mb": service.memory_mib, "cpus": service.cpus}
-    changes: dict[str, object] = {name: size for name, size in sizes.items() if getattr(wants, name) is None}
+    sizes = {"memory_mb": service.memory_mib, "cpus": service.cpus, "gpus": service.gpus}
+    changes: dict[str, object] = {name: size for name, size in sizes.items() if not getattr(wants, name)}
     if service.offline:
         changes["network_mode"] = "no-network"
     if service.image is not None and wants.docker_image is None:
@@ -48,6 +48,8 @@ def machine(
     Raises:
         ConfigError: names the file, the line and the cure.
     """
+    if service is not None:
+        service.check_platform(folder, images.architecture)
     own = dockerfile_in(folder, service)
     image = wants.docker_image if prebuilt else None
     asked = service is not None and service.dockerfile is not None and wants.docker_image is None

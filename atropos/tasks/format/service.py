@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from atropos.errors import ConfigError
+from atropos.images.manifests import is_for
 from atropos.tasks.format.config import Healthcheck
 from atropos.tasks.format.recipe import Folder, Recipe
 
@@ -42,9 +43,11 @@ class Service:
         dockerfile: None: it names an image, or is the folder's own machine.
         entrypoint: None: the image's.
         command: empty: of the main one, what waits; of others, the image's.
+        platforms: of the machine that it is for, any of them; empty: it doesn't say.
         offline: it reaches no host but the other services.
         memory_mib: what its programs may take; None: it doesn't say.
         shm_mib: what they may share in /dev/shm, which has the room of a slot's files.
+        gpus: how many it has; None: it doesn't say.
         restart: after which end it is started again.
         tmpfs: folders that are empty at its start, each with its mode.
         beside: of the main one: the others.
@@ -60,16 +63,30 @@ class Service:
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     workdir: str | None = None
     user: str | None = None
+    platforms: tuple[str, ...] = ()
     offline: bool = False
     memory_mib: int | None = None
     shm_mib: int | None = None
     cpus: float | None = None
+    gpus: int | None = None
     depends_on: Mapping[str, Condition] = field(default_factory=dict[str, "Condition"])
     healthcheck: Healthcheck | None = None
     restart: Literal["no", "on-failure", "always"] = "no"
     volumes: tuple[ServiceVolume, ...] = ()
     tmpfs: Mapping[str, str] = field(default_factory=dict[str, str])
     beside: tuple[Service, ...] = ()
+
+    def check_platform(self, folder: Path, architecture: str) -> None:
+        """Compare what it is for with what slots have; `folder`: of its file.
+
+        Raises:
+            ConfigError: it is for other machines.
+        """
+        if self.platforms and not any(is_for(each, architecture) for each in self.platforms):
+            raise ConfigError(
+                f"{folder}: services.{self.name}.platform: {', '.join(self.platforms)}: slots are "
+                f"linux/{architecture}; remove it, or set architecture"
+            )
 
     def applied(self, recipe: Recipe) -> Recipe:
         """The recipe with what the service says over it."""

@@ -54,6 +54,7 @@ def load_terminal_bench(root: Path, builder: Build, images: BuildInputs) -> Task
             network_mode="no-network" if service is not None and service.offline else "public",
             memory_mb=None if service is None else service.memory_mib,
             cpus=None if service is None else service.cpus,
+            gpus=None if service is None else service.gpus,
         ),
     )
     tests = (*((root / "tests",) if (root / "tests").is_dir() else ()), root / "run-tests.sh")
@@ -93,6 +94,8 @@ def _facts(path: Path) -> _TaskYaml:
 
 def _recipe(root: Path, service: Service | None, images: BuildInputs, *, prebuilt: bool) -> Recipe:
     del prebuilt  # this layout has no `docker_image`
+    if service is not None:
+        service.check_platform(root, images.architecture)
     file = dockerfile_in(root, service)
     if file.is_file():
         recipe = dockerfile.parse(file, root, images)

@@ -363,6 +363,61 @@ def test_what_is_lowered_is_of_one_machine(folder):
     assert [[*each.lowered] for each in (found, *found.beside)] == [[], ["memory"], []]
 
 
+def reserved(request):
+    """A service's key that reserves devices."""
+    return f"deploy: {{resources: {{reservations: {{devices: [{request}]}}}}}}"
+
+
+@pytest.mark.parametrize(
+    ("said", "gpus"),
+    [
+        ("gpus: [{count: 2}]", 2),
+        (reserved("{driver: nvidia, count: 1, capabilities: [gpu, utility]}"), 1),
+        (reserved("{driver: cdi, device_ids: [nvidia.com/gpu=0, nvidia.com/gpu=3], capabilities: [gpu]}"), 2),
+        ("deploy: {resources: {reservations: {memory: 1g}}}", 0),
+    ],
+)
+def test_gpus_are_asked_for(folder, said, gpus):
+    services(folder, f"  main: {{build: ., {said}}}")
+    for toml, wanted in (("", gpus), ("[environment]\ngpus = 0\n", gpus), ("[environment]\ngpus = 3\n", 3)):
+        (folder / "task.toml").write_text(f'version = "1.0"\n{toml}')
+        task, room = load_task(folder), Room(Resources(memory_mib=1024, disk_mib=512))
+        assert task.config.environment.wanted_gpus == wanted
+        assert [each.split(":")[0] for each in fit(task, room).refused] == ["environment.gpus"] * bool(wanted)
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ("main: {build: ., gpus: all}", r"services\.main\.gpus: all: .*; write how many in count"),
+        (f"main: {{build: ., {reserved('{capabilities: [gpu]}')}}}", r"reservations\.devices: all: .* in count"),
+        (f"main: {{build: ., {reserved('{capabilities: [tpu], count: 1}')}}}", "tpu can't be honoured in a slot"),
+        ("main: {build: .}\n  db: {image: db, gpus: [{count: 1}]}", r"services\.db: services beside .* no GPUs"),
+    ],
+)
+def test_other_devices_are_refused(folder, said, why):
+    with pytest.raises(ConfigError, match=why):
+        services(folder, f"  {said}")
+
+
+@pytest.mark.parametrize("where", ["{build: ., platform: %s}", "{build: {context: ., platforms: [%s]}}"])
+def test_a_platform_is_what_slots_are(folder, where):
+    for platform in ("linux/amd64", "linux/arm64", "linux/riscv64"):
+        services(folder, f"  main: {where % platform}\n  db: {{image: db}}")
+        for architecture in ("amd64", "arm64"):
+            if platform.endswith(architecture):
+                assert load_task(folder, architecture=architecture).service.platforms == (platform,)
+                continue
+            why = f"services.main.platform: {platform}: slots are linux/{architecture}"
+            with pytest.raises(ConfigError, match=why):
+                load_task(folder, architecture=architecture)
+    services(folder, "  main: {build: {context: ., platforms: [linux/amd64, linux/arm64]}}\n  db: {image: db}")
+    assert all(load_task(folder, architecture=each) for each in ("amd64", "arm64"))
+    services(folder, "  main: {build: .}\n  db: {image: db, platform: linux/riscv64}")
+    with pytest.raises(ConfigError, match=r"services\.db\.platform: linux/riscv64: slots are"):
+        load_task(folder)
+
+
 def test_a_separate_verifier_is_one_slot(folder):
     (folder / "tests/docker-compose.yaml").write_text("services: {main: {image: a}, db: {image: b}}")
     (folder / "task.toml").write_text('version = "1.0"\n[verifier]\nenvironment_mode = "separate"\n')
