@@ -95,7 +95,7 @@ class Tenants:
     # --------------------------------------------------------------------------------------------------------- keys
 
     def _read(self) -> dict[str, KeySettings]:
-        keys = {} if self._file is None else read_keys(self._file, self._settings.pool.limits)
+        keys = {} if self._file is None else read_keys(self._file, self._settings.pool)
         if self._settings.token is not None:
             if TOKEN_NAME in keys:
                 raise ConfigError(f"keys_file: {self._file}: {TOKEN_NAME!r} is the name of the server's own token")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import os
+import select
+import subprocess
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,6 +20,7 @@ from atropos.testing.waiting import until
 from tests import privileges
 from tests.engines import BACKENDS, containers, nothing_left, params, pool_config, printed_in
 from tests.gpus import KIND, GpuMachine, gpu_machine
+from tests.security.tenants import ALICE, key, serving
 from tests.settings import shows
 
 pytestmark = privileges.device_nodes
@@ -56,9 +59,10 @@ async def test_each_lease_has_its_gpu(machine, backend):
     async with running(machine, backend) as pool, pool.lease("plain") as plain:
         async with pool.lease("a", limits=ONE) as one, pool.lease("b", limits=ONE) as two:
             assert [await output(slot, SEEN) for slot in (one, two)] == [nodes(0), nodes(1)]
-            assert await output(one, f"{LOADS}; echo $GPU $GPU_LIBRARY; ls /run/gpu-shared") == (
-                "42\n0 yes\nls: cannot access '/run/gpu-shared': No such file or directory"
+            assert await output(one, f"{LOADS}; echo $GPU $GPU_LIBRARY; ls -d /run/gpu*") == (
+                "42\n0 yes\nls: cannot access '/run/gpu*': No such file or directory"
             )
+            assert await output(two, "cd /dev/by-path && echo * && readlink -f *") == "gpu1\n/dev/test-gpu1"
             read = "head -c 3 /dev/test-gpu$GPU | od -An -tx1; echo x > /dev/test-gpu$GPU"
             assert await output(one, read) == "00 00 00"
             assert "No space left on device" in await output(two, read)  # as /dev/full says
@@ -151,8 +155,79 @@ def holders(machine: GpuMachine) -> list[str]:
     return found
 
 
+IN_FLIGHT = """
+import array, os, socket
+gpu = os.open("/dev/test-gpu0", os.O_RDWR | os.O_NOCTTY)
+os.write(gpu, b"open\\n")
+one, other = socket.socketpair()
+for sock in (one, other):  # each waits in the other, with the device
+    sock.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [gpu, one.fileno(), other.fileno()]))])
+"""
+
+
+async def test_none_is_left_on_its_way(machine):
+    """The other end of a terminal tells whether anybody has it open."""
+    main, end = os.openpty()
+    spec = machine.spec()
+    os.chmod(os.ttyname(end), 0o666)
+    spec["devices"][0]["containerEdits"]["deviceNodes"] = [{"path": "/dev/test-gpu0", "hostPath": os.ttyname(end)}]
+    machine.write(spec)
+    os.close(end)
+    watched = select.poll()
+    watched.register(main, select.POLLIN)
+    with open(main, "rb", buffering=0) as shown:
+        async with running(machine, gpu_devices=(f"{KIND}=0",), gpus=1) as pool:
+            slot = await pool.acquire("a", limits=ONE)
+            sent = await slot.exec(["python3", "-c", IN_FLIGHT])
+            assert (sent.exit_code, shown.read(4)) == (0, b"open"), sent.output
+            await slot.release()
+            while (state := watched.poll(0)) == [(main, select.POLLIN)]:
+                shown.read(100)
+            assert state[0][1] & select.POLLHUP
+
+
+@pytest.fixture
+def mounted(machine: GpuMachine) -> Generator[Path]:
+    """A folder of the machine's in which something else is mounted, that everybody may write."""
+    folder = machine.folder / "data"
+    (folder / "below").mkdir(parents=True)
+    tool = folder / "tool"
+    tool.write_text("#!/bin/sh\necho ran\n")
+    tool.chmod(0o777)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=777", "below", folder / "below"], check=True)
+    yield folder
+    subprocess.run(["umount", folder / "below"], check=True)
+
+
+async def test_folders_are_read_only_to_the_end(machine, mounted):
+    spec = machine.spec()
+    wanted = {"hostPath": str(mounted), "containerPath": "/opt/gpu-data", "options": ["ro", "noexec", "rbind"]}
+    spec["containerEdits"]["mounts"].append(wanted)
+    machine.write(spec)
+    async with running(machine) as pool, pool.lease("a", limits=ONE) as slot:
+        said = await output(slot, "cd /opt/gpu-data; touch below/file tool; ./tool")
+        assert said.count("Read-only file system") == 2, said
+        assert (said.count("Permission denied"), "ran" in said) == (1, False), said
+
+
+async def test_a_key_s_slots_have_its_gpus(machine, tmp_path):
+    pool = pool_config("local", slots_per_container=4, **machine.settings())
+    with pytest.raises(ConfigError, match=r"keys_file: .*: alice\.limits\.gpus: 3 wanted, a container has 2"):
+        async with serving(tmp_path, {"alice": key(ALICE, limits={"gpus": 3})}, pool=pool):
+            pass
+    keys = {"alice": key(ALICE, limits={"gpus": 1, "gpu_types": ["T1000"]})}
+    async with serving(tmp_path, keys, pool=pool, acquire_s=20) as world:
+        sandbox = await world.alice("POST", "/e2b/sandboxes", {"templateID": "base"})
+        await world.alice("POST", "/trajectories", {"trajectory_id": "one"})
+        call = {"name": "terminal", "arguments": {"command": SEEN}}
+        answer = await world.alice("POST", "/trajectories/one/calls", call)
+        (tenant,) = world.app.state.tenants.all()
+        slot = tenant.slot_of(sandbox["sandboxID"])
+        assert [await output(slot, SEEN), answer["result"]["output"].strip()] == [nodes(0), nodes(1)]
+
+
 async def test_read_only_root_is_refused(machine):
-    (machine.specs / "gpu-test.json").write_text(json.dumps(machine.spec("/usr/lib/no-such-folder")))
+    machine.write(machine.spec("/usr/lib/no-such-folder"))
     async with running(machine) as pool:
         with pytest.raises(NotSupported, match=r"gpus: this root can't hold .*lease an image"):
             await pool.acquire("host-usr", limits=ONE)

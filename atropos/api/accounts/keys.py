@@ -17,8 +17,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, Valida
 from atropos.api.accounts.secrets import SecretSettings
 from atropos.api.settings import read_file, wrong_settings
 from atropos.errors import ConfigError
-from atropos.slots.config import Quotas
-from atropos.wire import MAX_SECRETS, LeaseLimits, SlotLimits
+from atropos.slots.config import Quotas, SlotPoolConfig
+from atropos.wire import MAX_SECRETS, LeaseLimits
 
 _NAME = re.compile(r"^[a-z0-9][a-z0-9._-]{0,62}$")
 _DIGEST = re.compile(r"^[0-9a-f]{64}$")
@@ -72,16 +72,17 @@ def new_key() -> str:
     return f"e2b_{secrets.token_hex(20)}"
 
 
-def read_keys(path: Path, pool: SlotLimits | None = None) -> dict[str, KeySettings]:
-    """The keys of a file, by name. `pool`: the limits of slots where a key has none.
+def read_keys(path: Path, pool: SlotPoolConfig | None = None) -> dict[str, KeySettings]:
+    """The keys of a file, by name. `pool`: whose slots they lease.
 
     Raises:
-        ConfigError: it can't be read, a setting is wrong, or two names have one key.
+        ConfigError: it can't be read, a setting is wrong, two names have one key, or no slot of the pool has a key's
+            `limits`.
     """
     return _checked(path, read_file(path, "keys_file"), pool)
 
 
-def _checked(path: Path, values: Mapping[str, object], pool: SlotLimits | None = None) -> dict[str, KeySettings]:
+def _checked(path: Path, values: Mapping[str, object], pool: SlotPoolConfig | None = None) -> dict[str, KeySettings]:
     try:
         keys = _FILE.validate_python(values)
     except ValidationError as error:
@@ -91,10 +92,19 @@ def _checked(path: Path, values: Mapping[str, object], pool: SlotLimits | None =
         for each in key.sha256:
             if (other := seen.setdefault(each, name)) != name:
                 raise ConfigError(f"keys_file: {path}: {other} and {name} have the same key; make one of them anew")
-        quota = None if key.limits is None else key.limits.cpu_quota
-        if key.cpu is not None and pool is not None and quota is None and pool.cpu_quota is None:
-            raise ConfigError(f"keys_file: {path}: {name}.cpu counts the limit cpu_quota; set {name}.limits.cpu_quota")
+        if pool is not None:
+            _check_limits(f"keys_file: {path}: {name}", key, pool)
     return keys
+
+
+def _check_limits(where: str, key: KeySettings, pool: SlotPoolConfig) -> None:
+    limits = key.limits or LeaseLimits()
+    if key.cpu is not None and limits.cpu_quota is None and pool.limits.cpu_quota is None:
+        raise ConfigError(f"{where}.cpu counts the limit cpu_quota; set limits.cpu_quota")
+    try:
+        pool.check_room(limits, pool.slots_per_container)
+    except ConfigError as error:
+        raise ConfigError(f"{where}.{error}") from None
 
 
 def change_keys(path: Path, changed: Mapping[str, KeySettings | None]) -> None:
