@@ -466,7 +466,7 @@ async def names() -> dict:
                 "tcp": "ask('files.example.org', tcp=True)",
                 "other_servers": "[ask('files.example.org', server=s) for s in ('8.8.8.8', '10.0.0.1', '2606:4700:10::1')]",
                 "refused": "[ask(n)[0] for n in ('private.example.org', 'metadata.example.org', 'loop.example.org', 'here.example.org', 'nowhere.example.org')]",
-                "other_kinds": "[ask('files.example.org', kind)[0] for kind in (15, 16, 33, 65, 255)]",
+                "other_kinds": "[ask('files.example.org', kind) for kind in (15, 16, 33, 65, 255)]",
             }.items():
                 found[key] = await python(code)
             commands = {

@@ -124,7 +124,7 @@ class Resolver:
 
     async def _answered(self, message: bytes) -> bytes:
         question = dns.Question.parse(message)
-        if question.kind not in (dns.A, dns.AAAA):
+        if not question.kind:
             return question.answer(dns.NOT_IMPLEMENTED)
         try:
             name = await self._known(question.name.lower())
@@ -133,6 +133,8 @@ class Resolver:
         except OSError as error:
             codes = {socket.EAI_NONAME: dns.NO_SUCH_NAME, socket.EAI_NODATA: dns.NO_ERROR}
             return question.answer(codes.get(error.errno or 0, dns.FAILED))
+        if question.kind not in (dns.A, dns.AAAA):
+            return question.answer(dns.NO_ERROR)
         address = self.addresses.address_of(name)
         if question.kind == dns.A:
             return question.answer(dns.NO_ERROR, address.packed, TTL_S)

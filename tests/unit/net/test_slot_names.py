@@ -15,6 +15,8 @@ from atropos.sandbox.programs.slot_names import MOST_NAMES, FakeAddresses, Resol
 from tests.unit.net.test_dns import message
 from tests.waiting import until
 
+MX = 15
+
 
 def test_names_keep_their_address():
     one, other = FakeAddresses(), FakeAddresses()
@@ -89,7 +91,9 @@ async def ask(client: socket.socket, name: str, kind: int = dns.A) -> bytes:
 async def test_answers_tell_of_the_name():
     async with resolver() as (_, _, client), asyncio.timeout(20):
         assert [(await ask(client, name))[3] & 15 for name in ("yes", "no", "missing", "failing")] == [0, 3, 3, 2]
-        assert (await ask(client, "yes", 15))[3] & 15 == dns.NOT_IMPLEMENTED
+        for name, code in {"yes": dns.NO_ERROR, "no": dns.NO_SUCH_NAME, "missing": dns.NO_SUCH_NAME}.items():
+            mail = await ask(client, name, MX)
+            assert (mail[3] & 15, mail[6:8]) == (code, b"\0\0"), "it exists, or not, and has no such record"
         four, six = await ask(client, "yes"), await ask(client, "YES", dns.AAAA)
         assert six.endswith(four[-4:])
         assert len(six) == len(four) + 12
