@@ -151,6 +151,8 @@ FILTERED = {
     "exec > >(sleep 0.1; cat); echo slow": "slow\n",
     "mkfifo f; tee log < f & exec > f; rm f; echo fifo": "fifo\n",
     "exec > >(tee log); sleep 60 & echo held": "held\n",
+    "seq 3 & :": "1\n2\n3\n",
+    "sleep 60 & (for i in 1 2 3; do date > /dev/null; echo $i; done) & :": "1\n2\n3\n",
     "exec > >(tee log); seq 9000": "".join(f"{number}\n" for number in range(1, 9001)),
     "echo a | tee >(tr a b > file) > /dev/null": "",
 }
@@ -189,10 +191,16 @@ async def filters_that_hang_are_cut_off_with_a_word(host):
 
 async def nothing_waits_for_what_runs_in_the_background(host):
     async with slot(host) as s:
-        for command in ("sleep 60 & echo x", "tail -f /dev/null | cat & echo x", "(sleep 60; echo late) & echo x"):
+        computes = "(while :; do :; done) & echo x; echo $! > busy"
+        for command in (
+            "sleep 60 & echo x",
+            "tail -f /dev/null | cat & echo x",
+            "(sleep 60; echo late) & echo x",
+            computes,
+        ):
             result = await sh(s, command)
             assert (result.output, result.truncated) == (b"x\n", False), command
-        assert await out(s, 'until [ "$(pgrep -c sleep)" = 2 ]; do :; done') == ""
+        assert await out(s, 'kill $(cat busy); until [ "$(pgrep -c sleep)" = 2 ]; do :; done') == ""
 
 
 async def a_cancelled_call_waits_for_no_filter(host):

@@ -2,7 +2,8 @@
 
 A filter is a process that reads a pipe, and whose output is the command's, or a pipe that another filter reads. It
 comes to its end by itself once nobody writes to its pipe any more; a background process such as `sleep 8 &` or a server
-does not, and nothing waits for it. One that writes its output elsewhere (`tee >(gzip > file)`) still has the command's
+does not, and nothing waits for one that waits itself. While it computes, as `seq 3 &` and a server that starts, it is
+read on for a moment. A filter that writes its output elsewhere (`tee >(gzip > file)`) still has the command's
 output for its errors; it is waited for as well, but not for long.
 """
 
@@ -28,6 +29,8 @@ QUIET_S = 0.3
 input goes on."""
 PATIENCE_S = 5.0
 """Longest that filters are waited for."""
+JOB_S, JOB_PATIENCE_S = 0.1, 2.0
+"""How long the session may compute for background processes, and longest that they are read on."""
 PAUSES_S = (0.001, 0.02)
 """Between two looks at them: the first pause, which doubles, and the longest."""
 CUT = b"\n[... the command has ended; what its filters printed later is missing ...]\n"
@@ -35,9 +38,9 @@ TICKS = os.sysconf("SC_CLK_TCK")
 """In a second, as the kernel counts what processes computed."""
 PF_FORKNOEXEC = 0x40
 """Of a process that has not executed a program since its fork (<linux/sched.h>)."""
-IDLE, OPEN, ENDING = range(3)
-"""What filters do: they wait for input, or there are none; they have input, and may get more; they come to their
-end."""
+IDLE, JOB, OPEN, ENDING = range(4)
+"""What filters do: they wait for input, or there are none; the same, while a background process computes; they have
+input, and may get more; they come to their end."""
 
 
 class Filters:
@@ -66,7 +69,7 @@ class Filters:
         """
         self.session, self.outputs, self.given = session, frozenset(outputs), given
         self.progress, self.ended, self.behind = progress, ended, behind
-        self.active = now()
+        self.began = self.active = now()
         self.until = min(until, self.active + PATIENCE_S)
         self.ticks = 0
         self.read: int | None = -1
@@ -84,9 +87,11 @@ class Filters:
         if self.behind():
             self.active, self.until = moment, moment + PATIENCE_S
         over = moment >= min(self.until, self.active + QUIET_S)
-        if work == OPEN:
+        if work in (JOB, OPEN):
             self.ticks = self.ticks or ticks
-            over = over or ticks - self.ticks >= QUIET_S * TICKS
+            over = over or ticks - self.ticks >= (QUIET_S if work == OPEN else JOB_S) * TICKS
+        if work == JOB:
+            over = over or moment >= self.began + JOB_PATIENCE_S
         if work == IDLE or over:
             self.ended(work == ENDING)
             return
@@ -133,8 +138,8 @@ def at_work(session: int, outputs: frozenset[Place], given: Place | None) -> tup
                 work = max(work, OPEN)
             if into not in outputs and beside in outputs:
                 work = max(work, min(OPEN, input_of(name)))
-        elif starts and (into in outputs or beside in outputs):
-            work = ENDING
+        elif into in outputs or beside in outputs:
+            work = max(work, ENDING if starts else JOB if runs else IDLE)
     waiting, seen = list(outputs), set(outputs)
     while waiting:
         for pid, place in readers.get(waiting.pop(), ()):
