@@ -218,6 +218,15 @@ async def test_lockless_folder_is_named(tmp_path, monkeypatch):
     assert [each.name for each in tmp_path.iterdir()] == ["atropos-1-99999999999-abc"]
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [({"allow_network": True}, True), ({}, False), ({"allow_network": True, "base": "/"}, False)],
+)
+async def test_host_as_base_is_said(caplog, settings, said):
+    async with running(GOOD, 0, **settings):
+        assert ("apt-get" in caplog.text and "debootstrap" in caplog.text) == said
+
+
 async def test_end_in_a_start_is_tidy():
     for delay in (0, 0.01, 0.03):
         async with running(GOOD, 2):

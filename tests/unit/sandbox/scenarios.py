@@ -1102,9 +1102,7 @@ async def a_program_that_pip_installs_over_the_hosts_is_found(host):
         if (await sh(s, "python3 -m pip --version")).exit_code:
             return  # the host has none
         await out(s, "python3 -", stdin=WHEEL.encode())
-        installed = await sh(
-            s, "python3 -m pip install -q --no-index --user --break-system-packages ./*.whl", timeout_s=30
-        )
+        installed = await sh(s, "python3 -m pip install -q --no-index ./*.whl", timeout_s=30)
         assert installed.exit_code == 0, installed
         assert await out(s, "tool") == "installed\n"
 

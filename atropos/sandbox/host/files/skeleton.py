@@ -81,12 +81,13 @@ _BASHRC = "# ~/.bashrc\nexport PS1='\\u@\\h:\\w\\$ '\n"
 class Base:
     """The base of slots: a lower folder, and read-only folders of the host.
 
-    `layers` lie above the folder, topmost first. `image` says what commands in it start with, where it is an image, and
-    `root` what those of its root have beneath that. `addition` is the layer of `added`, where it needs one.
+    Each folder of the host has what lies above it, topmost first; so do `layers` lie above the lower folder. `image`
+    says what commands in it start with, where it is an image, and `root` what those of its root have beneath that.
+    `addition` is the layer of `added`, where it needs one.
     """
 
     lower: str
-    host_folders: dict[str, str] = field(default_factory=dict[str, str])
+    host_folders: dict[str, tuple[str, ...]] = field(default_factory=dict[str, "tuple[str, ...]"])
     image: ImageInfo | None = None
     layers: tuple[str, ...] = ()
     addition: str | None = None
@@ -130,9 +131,9 @@ def identity(base: Base) -> str:
     for path in _PROGRAMS:
         top, _, rest = path.partition("/")
         # each server builds the rest of a skeleton itself
-        folder = base.host_folders.get(top) if base.host_folders else f"{base.lower}/{top}"
-        with contextlib.suppress(OSError):
-            status = os.stat(f"{folder}/{rest}")
+        layers = base.host_folders.get(top, ()) if base.host_folders else (f"{base.lower}/{top}",)
+        with contextlib.suppress(OSError, IndexError):
+            status = os.stat(f"{layers[-1]}/{rest}")
             seen.append(f"{path} {status.st_mtime_ns} {status.st_size}")
     return hashlib.sha256("\n".join(seen).encode()).hexdigest()
 
@@ -146,20 +147,32 @@ def build(folder: str) -> Base:
         os.chmod(f"{folder}/{name}", 0o1777)
     os.chmod(f"{folder}/root", 0o700)
     os.symlink("/run", f"{folder}/var/run")
-    hosts = {"usr": "/usr"}
+    hosts: dict[str, tuple[str, ...]] = {"usr": (_above_usr(f"{folder}-usr"), "/usr")}
     for name in _TOP:
         host = f"/{name}"
         if os.path.islink(host):
             os.symlink(os.readlink(host).lstrip("/") or "usr", f"{folder}/{name}")
         elif os.path.isdir(host):
             os.mkdir(f"{folder}/{name}", 0o755)
-            hosts[name] = host
+            hosts[name] = (host,)
     _etc(Path(folder, "etc"))
     Path(folder, "root/.bashrc").write_text(_BASHRC, encoding="utf-8")
     Path(folder, "root/.profile").write_text("[ -f ~/.bashrc ] && . ~/.bashrc\n", encoding="utf-8")
     Path(folder, "var/lib/dpkg/status").touch()
     _chown_to_root(folder)
     return Base(folder, hosts)
+
+
+def _above_usr(folder: str) -> str:
+    """Make what lies above the host's /usr: `pip install` needs no flag in a slot, whose packages are not apt's."""
+    os.mkdir(folder, 0o755)
+    for mark in Path("/usr").glob("lib/python3*/EXTERNALLY-MANAGED"):  # PEP 668
+        above = Path(folder, mark.parent.relative_to("/usr"))
+        above.mkdir(0o755, parents=True)
+        with contextlib.suppress(OSError):
+            os.mknod(above / mark.name, stat.S_IFCHR, 0)
+    _chown_to_root(folder)
+    return folder
 
 
 def _etc(etc: Path) -> None:

@@ -243,8 +243,8 @@ def create(
     readonly = _NOSUID_NODEV | syscalls.MS_RDONLY
     try:
         volume.stack("root", [*base.layers, base.lower], _NOSUID_NODEV, volume.upper)
-        for name, source in base.host_folders.items():
-            volume.stack(f"host-{name}", [shared.empty_folder, source], readonly)
+        for name, layers in base.host_folders.items():
+            volume.stack(f"host-{name}", [shared.empty_folder, *layers], readonly)
         volume.stack("runtime", [shared.empty_folder, shared.runtime], readonly)
         _mount_sys(volume, shared, cgroups, gateway=gateway)
         ptys = max(8, min(limits.pids, 64))

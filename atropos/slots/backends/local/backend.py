@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import tempfile
@@ -18,6 +19,13 @@ from atropos.slots.backends.local.server_process import COMMAND, ServerProcess
 from atropos.slots.backends.supervised import DRAIN_S, SupervisedBackend, SupervisedServer
 from atropos.slots.config import SlotPoolConfig
 
+log = logging.getLogger(__name__)
+HOST_AS_BASE = (
+    "slots have this machine's programs, and its /usr read-only: pip installs into /root/.local and virtual "
+    "environments; apt-get, npm -g and what else writes to /usr fail. For a whole machine name an image (slot_image, "
+    "or image= of a lease), or have `debootstrap trixie /srv/debian` make a root file system for base='/srv/debian'"
+)
+
 
 class LocalBackend(SupervisedBackend):
     """Supervised sandbox servers on this machine."""
@@ -31,6 +39,9 @@ class LocalBackend(SupervisedBackend):
 
     async def start(self) -> None:
         """Create a scratch folder, and remove those of ended processes."""
+        if self.config.base is None and self.config.slot_image is None and not os.path.isdir("/rootfs"):
+            # without a network nothing is installed from elsewhere
+            log.log(logging.WARNING if self.config.allow_network else logging.INFO, HOST_AS_BASE)
         remove_stale_scratch()
         self.scratch = make_scratch()
 
