@@ -36,14 +36,25 @@ DIFFERENCES = (
         ("proc: own status", "users: a set-user-id program", "users: no new privileges"),
     ),
     Difference(
-        "no raw sockets, device files or audit messages (CAP_NET_RAW, CAP_MKNOD, CAP_AUDIT_WRITE)",
-        "they would open code of the kernel to every slot that tasks hardly need",
-        ("users: effective capabilities", "users: bounding capabilities", "users: raw sockets", "users: device files"),
+        "sockets are Unix, TCP, UDP, ping and netlink about devices and routes: no raw and packet sockets, SCTP, MPTCP, AF_ALG (`ss` reads /proc/net instead)",
+        "for others the host loads modules, or they open code of the kernel to every slot that tasks hardly need",
+        ("users: raw sockets", "network: families of sockets", "tools: ss"),
+    ),
+    Difference(
+        "no device files, audit messages and IP_TRANSPARENT (CAP_MKNOD, CAP_AUDIT_WRITE, CAP_NET_RAW)",
+        "a device file would open the host's devices, messages would be in its log",
+        (
+            "users: effective capabilities",
+            "users: bounding capabilities",
+            "users: device files",
+            "network: options of sockets",
+        ),
     ),
     Difference(
         "`/proc` is read-only, a process's own `oom_score_adj`, `mem`, `coredump_filter` and its threads' `comm` too; "
         "`ptrace` and `prctl(PR_SET_NAME)` work, so debuggers do (gdb warns twice)",
-        "one mount holds all of them: a program that could lower its `oom_score_adj` would have the kernel kill the slot's PID 1 instead of it",
+        "one mount holds all of them: a program that could lower its `oom_score_adj` would have the kernel kill the slot's PID 1, the server or a "
+        "neighbour's program instead of it",
         (
             "proc: oom_score_adj upwards",
             "proc: a thread is named",
@@ -53,29 +64,25 @@ DIFFERENCES = (
         ),
     ),
     Difference(
-        "netlink sockets are for devices, addresses and routes: `ss` says so and reads /proc/net instead",
-        "for other kinds the host loads modules",
-        ("tools: ss",),
-    ),
-    Difference(
         "`sched_setaffinity` succeeds and changes nothing, as `sched_getaffinity` says",
         "programs that moved between cores took the CPU of their neighbours (decision 11); .NET ends where it is refused",
         ("sys: cores are chosen",),
     ),
     Difference(
-        "`/dev` is read-only and has no `mqueue`; `mq_open` works",
-        "files there would be in no limit of the slot's volume",
-        ("devices: new files in /dev", "devices: mqueue"),
+        "`/dev` is read-only and has no `mqueue` (`mq_open` works); `/` has `.atropos` and `workspace`, and `.dockerenv` only where the image has it; "
+        "`/etc/ld.so.preload` is empty for good",
+        "files in /dev would be in no limit of the slot's volume; the others are the slot's own, and no program may load a library into them",
+        ("devices: new files in /dev", "devices: mqueue", "files: names in /", "files: names in /etc"),
     ),
     Difference(
-        "what the kernel's own files belong to is shown as `nobody`",
+        "what the kernel's own files belong to is shown as `nobody`, and those for the machine's root alone can't be read (`/proc/slabinfo`)",
         "their owner is no user of the slot's namespace",
-        ("files: modes of top folders",),
+        ("files: modes of top folders", "proc: files of the kernel", "proc: settings of the kernel"),
     ),
     Difference(
-        "`ulimit -c` is 1 block and `ulimit -l` is 64 KiB",
-        "a core dump would start the host's handler; locked memory is the kernel's, not the slot's",
-        ("proc: limits", "users: locked memory"),
+        "`ulimit -c` is 1 block, `-l` 64 KiB, `-q` 256 KiB",
+        "a core dump would start the host's handler; locked memory and queues are the kernel's, not the slot's",
+        ("proc: limits", "users: locked memory", "users: message queues"),
     ),
     Difference(
         "`SO_RCVBUF` is accepted and changes nothing",
@@ -83,22 +90,37 @@ DIFFERENCES = (
         ("network: receive buffer",),
     ),
     Difference(
-        "Python 3.13, Go and OpenMP count the slot's share of the CPUs (`PYTHON_CPU_COUNT`, `GOMAXPROCS`, `OMP_NUM_THREADS`)",
-        "a container's own variables don't say it, and programs start too many threads",
-        ("sys: Python counts CPUs", "tools: Go: GOMAXPROCS", "tools: OpenMP: threads"),
+        "variables beside an image's own: `USER`, `LOGNAME`, `SHELL`, `LC_CTYPE=C.UTF-8`, `PIP_ROOT_USER_ACTION`, and the slot's share of the CPUs "
+        "(`PYTHON_CPU_COUNT`, `GOMAXPROCS`, `OMP_NUM_THREADS` and the like)",
+        "programs take text for UTF-8 as on any machine; a container's own variables don't say its share, and programs start too many threads",
+        (
+            "programs: variables",
+            "programs: the locale",
+            "sys: Python counts CPUs",
+            "tools: Go: GOMAXPROCS",
+            "tools: OpenMP: threads",
+        ),
     ),
     Difference(
-        "`perf` says that it can't open its events, records nothing and ends with 0; in a container it ends with an error",
-        "counters are the kernel's that slots share",
-        ("tools: perf is refused",),
+        "no `libaio` (`io_setup`), `io_uring` (as in newer engines), `memfd_secret`, `modify_ldt`, filters of programs' own (seccomp, SO_ATTACH_FILTER); "
+        "32-bit programs are killed",
+        "their counters and memory are the kernel's, which slots share; the filter of calls knows one set of numbers",
+        (
+            "exec: system calls",
+            "exec: a filter of system calls",
+            "exec: a 32-bit program",
+            "network: a filter of a socket",
+        ),
+        everywhere=False,
     ),
     Difference(
-        "more is allowed: `process_vm_readv`, `setarch -R`, `::1` (to which `localhost` leads first, as on most hosts)",
+        "more is allowed: `process_vm_readv`, `setarch -R`, `::1` (to which `localhost` leads first, as on most hosts), the own name without a network",
         "debuggers and reproducible runs need them, and they reach nothing outside the slot",
         (
             "exec: process_vm_readv of itself",
             "exec: no address randomisation",
             "network: IPv6 loopback",
+            "network: own name by files",
             "tools: Node: workers, processes, names",
         ),
         everywhere=False,

@@ -15,7 +15,7 @@ import pytest_asyncio
 
 from atropos.slots import SlotPool
 from tests import engines
-from tests.fidelity.probes import program
+from tests.fidelity.probes import INTERPRETER, program
 from tests.fidelity.test_fidelity import LIMITS, compare, in_docker, needs_docker
 from tests.fidelity.tools import TOOLS
 from tests.fidelity.workflows import WAIT, WORKFLOWS
@@ -74,5 +74,5 @@ class TestTools:
         limits = {**LIMITS, "wall_s": RUN_S}
         config = engines.pool_config(backend, limits=limits, max_containers=1, **PATIENT)
         async with SlotPool(config) as pool, pool.lease("probed", image=f"docker-archive:{archive()}") as slot:
-            result = await slot.exec(["python3", "-"], stdin=program(TOOLS, RUN_S / 4), timeout_s=RUN_S)
+            result = await slot.exec(INTERPRETER, stdin=program(TOOLS, RUN_S / 4), timeout_s=RUN_S)
         compare(json.loads(result.output), expected)

@@ -31,6 +31,8 @@ FILES = {
     "os-release": "cat /etc/os-release",
     "passwd": "cat /etc/passwd /etc/group",
     "top folders": "for d in bin boot dev etc home lib media mnt opt proc root run sbin srv sys tmp usr var; do stat -c '%n %F' /$d; done",
+    "names in /": "ls -A /",
+    "names in /etc": "ls -A /etc",
     "modes of top folders": "stat -c '%n %a %U' / /etc /root /tmp /usr /var /var/tmp /run /proc /dev /home",
     "tmp is writable": "echo x > /tmp/x; cat /tmp/x; rm /tmp/x",
     "usr is writable": "touch /usr/local/bin/x /usr/lib/x /etc/x && echo yes; rm -f /usr/local/bin/x /usr/lib/x /etc/x",
@@ -68,6 +70,18 @@ FILES = {
     "umask": "umask; touch um; stat -c %a um",
     "chown": "touch c; chown 1234:4321 c; stat -c %u:%g c",
     "set-user-id": "cp /usr/bin/id idx; chmod 4755 idx; stat -c %a idx",
+    "capabilities of a file": py(
+        "import os; open('f','w'); os.setxattr('f','security.capability',bytes.fromhex('0100000200040000000000000000000000000000')); print(len(os.getxattr('f','security.capability')))"
+    ),
+    "trusted attributes are refused": py(
+        "import os; open('f','w')\ntry: os.setxattr('f','trusted.a',b'1'); print('ok')\nexcept OSError as e: print(e.errno)"
+    ),
+    "access control lists": py(
+        "import os,struct; open('f','w'); os.setxattr('f','system.posix_acl_access',struct.pack('<I',2)+b''.join(struct.pack('<HHI',*e) for e in ((1,6,~0&0xffffffff),(2,4,7),(4,4,~0&0xffffffff),(16,6,~0&0xffffffff),(32,4,~0&0xffffffff)))); print(oct(os.stat('f').st_mode))"
+    ),
+    "long names": "n=$(printf 'x%.0s' $(seq 255)); echo 1 > $n; cat $n; echo 2> /dev/null > ${n}x; echo $?",
+    "kinds of file systems": "stat -f -c %T / /tmp /etc /dev/shm /proc /dev",
+    "one device below the root": "stat -c %d / /usr /tmp /root /var | sort -u | wc -l",
     "immutable flag": "touch im; chattr +i im 2>&1 | head -c 40; lsattr im >/dev/null 2>&1; echo $?",
 }
 PROC = {
@@ -120,6 +134,9 @@ PROC = {
     "cgroup": "cut -d: -f3 /proc/self/cgroup | sort -u | head -1 | cut -c1",
     "cgroups": "grep -c memory /proc/cgroups",
     "ns": "ls /proc/self/ns | head -3",
+    "files of the kernel": "for f in slabinfo vmallocinfo pagetypeinfo iomem kallsyms modules interrupts softirqs vmstat zoneinfo buddyinfo diskstats partitions swaps crypto locks misc devices cmdline schedstat consoles; do head -c 1 /proc/$f > /dev/null 2>&1 || echo $f; done",
+    "files of a process": "cd /proc/self; for f in auxv cgroup environ io limits maps mountinfo mounts mountstats numa_maps oom_score pagemap personality sched schedstat setgroups smaps stack stat statm status syscall timers wchan; do [ ! -e $f ] || head -c 1 $f > /dev/null 2>&1 || echo $f; done",
+    "settings of the kernel": "find /proc/sys/kernel /proc/sys/net/core /proc/sys/vm /proc/sys/fs -type f ! -readable 2>/dev/null | wc -l",
     "children are seen": "sleep 5 & until grep -s sleep /proc/$!/comm; do :; done; kill $!",
     "ps": "ps -e 2>/dev/null | tail -n +2 | awk '{print $NF}' | grep -cx ps",
 }
@@ -176,6 +193,37 @@ TERMINALS = {
     "stty without a terminal": "stty -a 2>&1 | grep -c 'Inappropriate ioctl'",
     "tput without a terminal": "tput cols 2>/dev/null",
 }
+SYSTEM_CALLS = """
+import ctypes, errno, os, signal
+libc = ctypes.CDLL(None, use_errno=True)
+calls = {
+    "name_to_handle_at": 303, "open_by_handle_at": 304, "io_setup": 206, "io_uring_setup": 425, "keyctl": 250, "add_key": 248, "bpf": 321,
+    "perf_event_open": 298, "userfaultfd": 323, "fanotify_init": 300, "kcmp": 312, "pidfd_getfd": 438, "process_madvise": 440,
+    "memfd_secret": 447, "modify_ldt": 154, "mbind": 237, "get_mempolicy": 239, "move_pages": 279, "quotactl": 179, "fsopen": 430,
+    "open_tree": 428, "move_mount": 429, "mount_setattr": 442, "pivot_root": 155, "setns": 308, "swapon": 167, "acct": 163, "ioperm": 173,
+    "iopl": 172, "init_module": 175, "kexec_load": 246, "syslog": 103, "vhangup": 153, "clone3": 435, "landlock_create_ruleset": 444,
+    "rseq": 334, "membarrier": 324, "copy_file_range": 326, "statx": 332, "close_range": 436, "openat2": 437, "faccessat2": 439,
+    "preadv2": 327, "sched_setattr": 314, "getrandom": 318, "seccomp": 317, "splice": 275, "vmsplice": 278, "remap_file_pages": 216,
+    "mlock2": 325, "pkey_alloc": 330, "epoll_pwait2": 441, "futex_waitv": 449, "cachestat": 451, "fchmodat2": 452, "lookup_dcookie": 212,
+    "mincore": 27, "msync": 26, "ioprio_get": 252, "sync_file_range": 277, "arch_prctl": 158, "inotify_init1": 294, "signalfd4": 289,
+}
+for name, number in calls.items():
+    if os.fork() == 0:
+        signal.alarm(2)
+        libc.syscall(number, *(ctypes.c_long(-1) for _ in range(6)))
+        os._exit(ctypes.get_errno())
+    status = os.wait()[1]
+    code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else 0
+    if code in (errno.EPERM, errno.ENOSYS): print(name, errno.errorcode[code])
+"""
+"""Those that are refused with any arguments, by their numbers on x86-64."""
+PROGRAM_OF_32_BITS = """
+import struct
+code = bytes.fromhex("b801000000bb2a000000cd80")  # exit(42)
+size = 52 + 32 + len(code)
+head = struct.pack("<16sHHIIIIIHHHHHH", b"\x7fELF" + bytes((1, 1, 1)), 2, 3, 1, 0x8048054, 52, 0, 0, 52, 32, 1, 0, 0, 0)
+open("p", "wb").write(head + struct.pack("<8I", 1, 0, 0x8048000, 0x8048000, size, size, 5, 0x1000) + code)
+"""
 EXEC = {
     "exit code": "bash -c 'exit 7'; echo $?",
     "killed by a signal": "{ bash -c 'kill -9 $$'; echo $?; } 2> /dev/null",
@@ -245,6 +293,11 @@ EXEC = {
     "no address randomisation": "setarch -R true; echo $?",
     "prlimit of itself": "ulimit -n 100; ulimit -n",
     "core dumps are none": "{ bash -c 'kill -SEGV $$'; ls core* | wc -l; } 2> /dev/null",
+    "system calls": py(SYSTEM_CALLS),
+    "a filter of system calls": py(
+        "import ctypes,struct; l=ctypes.CDLL(None,use_errno=True); b=ctypes.create_string_buffer(struct.pack('HBBI',6,0,0,0x7fff0000)); p=ctypes.create_string_buffer(struct.pack('HxxxxxxQ',1,ctypes.addressof(b))); l.prctl(38,1,0,0,0); print(l.prctl(22,2,p,0,0), ctypes.get_errno())"
+    ),
+    "a 32-bit program": py(PROGRAM_OF_32_BITS) + "; chmod +x p; ./p 2>/dev/null; echo $?",
     "pidfd": py("import os; print(os.pidfd_open(os.getpid()) > 0)"),
     "subreaper": py("import ctypes; print(ctypes.CDLL(None).prctl(36,1,0,0,0))"),
     "alarm": py(
@@ -253,6 +306,10 @@ EXEC = {
 }
 USERS = {
     "who": "id -u; id -g; id -un; whoami",
+    "all groups": "id -G",
+    "message queues": "ulimit -q",
+    "priorities": "ulimit -e; ulimit -r; chrt -b 0 true; echo $?; chrt -i 0 true; echo $?; chrt -f 1 true 2>/dev/null; echo $?; ionice -c2 -n7 true; echo $?",
+    "the kernel's log is refused": "dmesg 2>&1 | head -1",
     "groups": "id -Gn | tr ' ' '\\n' | head -1",
     "HOME": "echo $HOME",
     "as another user": "setpriv --reuid 1000 --regid 1000 --clear-groups id -u",
@@ -337,6 +394,16 @@ NETWORK = {
     "multicast on the loopback": py(
         "import socket; s=socket.socket(2,2); s.setsockopt(0,32,socket.inet_aton('127.0.0.1')); print('ok')"
     ),
+    "own name by files": "getent hosts $(hostname) > /dev/null; echo $?",
+    "families of sockets": py(
+        "import socket\nfor f,t,p in ((17,3,3),(38,5,0),(40,1,0),(2,1,132),(2,1,262),(2,2,136),(16,3,15),(16,3,9),(16,3,16),(30,1,0),(29,3,1)):\n  try: socket.socket(f,t,p); print(f,p)\n  except OSError: pass"
+    ),
+    "options of sockets": py(
+        "import socket\nfor l,o,v in ((0,19,1),(1,36,1),(1,25,b'lo'),(6,31,b'x'),(6,13,b'cubic'),(6,23,5),(41,67,1)):\n  try: socket.socket(10 if l==41 else 2,1).setsockopt(l,o,v); print(l,o)\n  except OSError as e: print(l,o,e.errno)"
+    ),
+    "a filter of a socket": py(
+        "import ctypes,socket,struct; b=ctypes.create_string_buffer(struct.pack('HBBI',6,0,0,0xffff)); s=socket.socket(2,2)\ntry: s.setsockopt(1,26,struct.pack('HxxxxxxQ',1,ctypes.addressof(b))); print('ok')\nexcept OSError as e: print(e.errno)"
+    ),
     "services": "getent services http 2>/dev/null | awk '{print $2}'",
     "ephemeral ports": "wc -w < /proc/sys/net/ipv4/ip_local_port_range",
 }
@@ -402,6 +469,8 @@ PROGRAMS = {
     "w, uptime": "uptime -p >/dev/null 2>&1; echo $?",
     "pgrep": "sleep 7 & pgrep -c sleep; kill $!",
     "kill -0": "sleep 7 & kill -0 $! && echo alive; kill $!",
+    "variables": "env | cut -d= -f1 | sort",
+    "the locale": "locale charmap; printf ä | wc -m; locale | grep -c POSIX",
     "strings of the environment": "env | cut -d= -f1 | grep -E '^(PATH|HOME|HOSTNAME)$' | sort",
     "bash": "echo $BASH_VERSION; echo $SHLVL; echo $-",
     "bash's arrays and arithmetic": "a=(1 2 3); echo $((a[1] * 21)) ${#a[@]}",
@@ -455,10 +524,15 @@ WITH_A_NETWORK = {
 """Run where slot and container have a network."""
 
 
+INTERPRETER = ("env", "PYTHONCOERCECLOCALE=0", "python3", "-")
+"""Runs `program`, with no locale but the one that there is."""
+
+
 def program(probes: dict[str, str] = PROBES, longest_s: float = 60) -> str:
     """A Python program that runs probes and prints a JSON object: by probe, exit code and output."""
     return f"""
 import json, os, subprocess, tempfile
+del os.environ["PYTHONCOERCECLOCALE"]
 found = {{}}
 for name, command in json.loads({json.dumps(json.dumps(probes))}).items():
     with tempfile.TemporaryDirectory() as folder:

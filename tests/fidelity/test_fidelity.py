@@ -11,7 +11,7 @@ import pytest
 
 from tests import engines, privileges
 from tests.fidelity.differences import ALWAYS, DIFFERENCES, KNOWN, PAGE, page
-from tests.fidelity.probes import PROBES, WITH_A_NETWORK, program
+from tests.fidelity.probes import INTERPRETER, PROBES, WITH_A_NETWORK, program
 from tests.fidelity.tools import TOOLS
 from tests.waiting import SLOWNESS
 
@@ -58,7 +58,7 @@ def in_docker(image: str, network: str, probes: str) -> dict[str, str]:
     ]
     limits += ["--ulimit", f"nofile={FILES}:{FILES}", "--ulimit", f"nproc={2 * PIDS + 64}"]
     machine = ["--network", network, "--hostname", "atropos", "--workdir", "/workspace"]
-    return json.loads(docker("run", "--rm", "-i", *limits, *machine, image, "python3", "-", stdin=probes))
+    return json.loads(docker("run", "--rm", "-i", *limits, *machine, image, *INTERPRETER, stdin=probes))
 
 
 def compare(found: dict[str, str], expected: dict[str, str]) -> None:
@@ -90,7 +90,7 @@ class TestSlots:
 
         config = engines.pool_config(backend, limits=LIMITS, max_containers=1, start_timeout_s=120 * SLOWNESS)
         async with SlotPool(config) as pool, pool.lease("probed", image=f"docker-daemon:{image}") as slot:
-            result = await slot.exec(["python3", "-"], stdin=program(), timeout_s=500)
+            result = await slot.exec(INTERPRETER, stdin=program(), timeout_s=500)
         assert expected.keys() == PROBES.keys()
         compare(json.loads(result.output), expected)
 
@@ -105,7 +105,7 @@ class TestNetworks:
         limits = {**LIMITS, "wall_s": 300}
         config = engines.pool_config(backend, limits=limits, max_containers=1, allow_network=True)
         async with SlotPool(config) as pool, pool.lease("probed", image=f"docker-daemon:{image}") as slot:
-            result = await slot.exec(["python3", "-"], stdin=program(WITH_A_NETWORK), timeout_s=200)
+            result = await slot.exec(INTERPRETER, stdin=program(WITH_A_NETWORK), timeout_s=200)
         assert json.loads(result.output) == expected_with_a_network
 
 

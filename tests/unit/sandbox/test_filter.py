@@ -76,9 +76,9 @@ def decided(program: Program, architecture: int, number: int, *arguments: int) -
                 raise AssertionError(f"an instruction {code:#x}")
 
 
-PRIVILEGED = ("mount", "setns", "sethostname", "init_module", "iopl", "syslog")
-ABSENT = ("keyctl", "io_uring_setup", "io_setup", "bpf", "perf_event_open", "kcmp", "get_mempolicy", "userfaultfd",
-          "memfd_secret", "modify_ldt", "clone3", "fsopen", "name_to_handle_at", "pidfd_getfd")  # fmt: skip
+PRIVILEGED = ("mount", "setns", "sethostname", "init_module", "iopl", "syslog", "keyctl", "io_uring_setup", "bpf", "perf_event_open",
+              "kcmp", "userfaultfd", "fsopen", "pidfd_getfd")  # fmt: skip
+ABSENT = ("io_setup", "get_mempolicy", "memfd_secret", "modify_ldt", "clone3", "name_to_handle_at")
 NO_PROTOCOL = {"DCCP": 33, "L2TP": 115, "SCTP": 132, "UDP-Lite": 136, "SMC": 256, "MPTCP": 262}
 
 

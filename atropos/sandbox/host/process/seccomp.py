@@ -20,22 +20,25 @@ PRIVILEGED = (  # noqa: SIM905
     "mount umount umount2 pivot_root setns "
     # the machine's own
     "syslog acct swapon swapoff reboot sethostname setdomainname init_module finit_module delete_module iopl ioperm "
-    "settimeofday clock_settime clock_adjtime adjtimex stime vhangup"
+    "settimeofday clock_settime clock_adjtime adjtimex stime vhangup kexec_load kexec_file_load "
+    # keys of the host's user; memory that others handle; rings and counters of the kernel; what others have open
+    "keyctl add_key request_key userfaultfd process_madvise io_uring_setup io_uring_enter io_uring_register bpf "
+    "perf_event_open kcmp pidfd_getfd open_by_handle_at fanotify_init "
+    # the newer ways to mount; quotas
+    "fsopen fsconfig fsmount fspick move_mount open_tree open_tree_attr mount_setattr quotactl quotactl_fd"
 ).split()
-"""Answered with EPERM, as the kernel answers programs without the capability."""
+"""Answered with EPERM, as the kernel and containers' engines answer programs without the capability."""
 ABSENT = (  # noqa: SIM905
     # its flags lie in memory, where no filter sees them, and the C library then uses clone
     "clone3 "
-    # keys of the host's user; memory that others handle; rings and counters of the kernel
-    "keyctl add_key request_key userfaultfd io_uring_setup io_uring_enter io_uring_register io_setup io_submit "
-    "io_destroy io_cancel io_getevents io_pgetevents bpf perf_event_open kcmp pidfd_getfd fanotify_init fanotify_mark "
-    "name_to_handle_at open_by_handle_at memfd_secret modify_ldt process_madvise "
-    # the newer ways to mount; placement in memory; security modules; quotas
-    "fsopen fsconfig fsmount fspick move_mount open_tree open_tree_attr mount_setattr listmount statmount "
-    "mbind set_mempolicy get_mempolicy set_mempolicy_home_node move_pages migrate_pages "
-    "lsm_get_self_attr lsm_set_self_attr lsm_list_modules quotactl quotactl_fd "
-    # of the machine's own, what a kernel can be built without, and what Linux has given up
-    "kexec_load kexec_file_load create_module query_module get_kernel_syms nfsservctl uselib lookup_dcookie sysfs "
+    # asynchronous I/O, whose requests the kernel counts for all; files' handles; memory that the kernel can't see
+    "io_setup io_submit io_destroy io_cancel io_getevents io_pgetevents name_to_handle_at fanotify_mark memfd_secret "
+    "modify_ldt "
+    # placement in memory; mounts by number; security modules
+    "mbind set_mempolicy get_mempolicy set_mempolicy_home_node move_pages migrate_pages listmount statmount "
+    "lsm_get_self_attr lsm_set_self_attr lsm_list_modules "
+    # what a kernel can be built without, and what Linux has given up
+    "create_module query_module get_kernel_syms nfsservctl uselib lookup_dcookie sysfs "
     "ustat _sysctl afs_syscall tuxcall security getpmsg putpmsg vserver"
 ).split()
 """Answered with ENOSYS, as by a kernel that was built without them: programs then take another way, or say so."""
