@@ -2,7 +2,7 @@
 
 python scripts/mutate.py atropos/net/relay.py tests/unit/net/test_relay.py           # every mistake
 python scripts/mutate.py atropos/net/relay.py tests/unit/net -k head --lines 280-320 # some
-python scripts/mutate.py MODULE TESTS --most 40 --seed 7                             # drawn
+python scripts/mutate.py MODULE TESTS --most 40 --seed 7 --within 150                # drawn, for 150 seconds
 
 The module's file stays as it is: a process of its own is given each mistake as it imports the module. So only tests
 that run the module in their own process can notice; what runs in a sandbox server's process is mutated by nothing here.
@@ -15,6 +15,7 @@ import ast
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import math
 import os
 import random
 import signal
@@ -158,6 +159,7 @@ def main() -> int:
     parser.add_argument("--lines", default="1-1000000", help="FIRST-LAST")
     parser.add_argument("--most", type=int, help="draw so many")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--within", type=float, default=math.inf, help="begin no further one after so many seconds")
     options, arguments = parser.parse_known_args()
     os.chdir(ROOT)
     sys.path.insert(0, str(ROOT))
@@ -167,18 +169,21 @@ def main() -> int:
     first, last = map(int, options.lines.split("-"))
     chosen = [each for each in mistakes(tree) if first <= each.line <= last]
     if options.most is not None and options.most < len(chosen):
-        chosen = sorted(random.Random(options.seed).sample(chosen, options.most), key=lambda each: each.line)
+        chosen = random.Random(options.seed).sample(chosen, options.most)
     began = time.monotonic()
     if not tested(options.module, None, tree, arguments, 1200):
         print("the tests fail without a mistake")
         return 2
     within_s = 30 + 5 * (time.monotonic() - began)
-    unnoticed = 0
+    tried = unnoticed = 0
     for mistake in chosen:
+        if time.monotonic() - began > options.within:
+            break
+        tried += 1
         if tested(options.module, mistake, tree, arguments, within_s):
             unnoticed += 1
             print(f"{options.module.relative_to(ROOT)}:{mistake.line}: {mistake.what}", flush=True)
-    print(f"{len(chosen)} mistakes, {unnoticed} unnoticed")
+    print(f"{tried} of {len(chosen)} mistakes tried, {unnoticed} unnoticed")
     return 1 if unnoticed else 0
 
 
