@@ -72,7 +72,9 @@ def test_snapshots_take_disk():
     small.places = []  # its container is gone
     share.check_snapshot()
     assert len(share.snapshots) == 1
-    share.claim(Claim(disk_mib=6))
+    share.claim(Claim(disk_mib=5))
+    share.check_snapshot()
+    share.claim(Claim(disk_mib=1))
     with pytest.raises(QuotaReached, match="disk_mib: 30 of 30"):
         share.check_snapshot()
     share.check_snapshot(stays=False)  # what it freezes was counted as its slot's
