@@ -299,11 +299,8 @@ def is_public(address: Address) -> bool:
     address, *inner = forms(address)
     if any(address in network for network in (*_SPECIAL, *_NEVER)):
         return False
-    if isinstance(address, ipaddress.IPv6Address):
-        if inner:
-            return is_public(inner[0])
-        if address.teredo is not None:
-            return False
+    if inner:
+        return is_public(inner[0])
     return address.is_global and not address.is_multicast and not address.is_reserved
 
 

@@ -7,7 +7,7 @@ import ipaddress
 import pytest
 
 from atropos.errors import ConfigError
-from atropos.net.egress_policy import EgressRefused, Policy, is_public, literal
+from atropos.net.egress_policy import EgressRefused, Policy, is_public, literal, parse
 
 OWN = frozenset({ipaddress.ip_address("93.184.215.1"), ipaddress.ip_address("2606:4700:10::1")})
 PUBLIC = Policy.of_slots(["public"])
@@ -44,7 +44,8 @@ def test_public_are_reached(host: str, address: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "deny", ["93.184.215.0/24", "93.184.215.14", "::ffff:93.184.215.14", "::ffff:93.184.215.0/120"]
+    "deny",
+    ["93.184.215.0/24", "93.184.215.14", "::ffff:93.184.215.14", "::ffff:93.184.215.0/120", "::ffff:0.0.0.0/96"],
 )
 @pytest.mark.parametrize(
     "host", ["93.184.215.14", "::ffff:93.184.215.14", "2002:5db8:d70e::1", "64:ff9b::93.184.215.14"]
@@ -81,6 +82,7 @@ MIRROR = ipaddress.ip_address("10.9.8.7")
         (["mirror.corp"], "mirror.corp", 80),
         (["mirror.corp:8443"], "mirror.corp", 8443),
         (["10.9.0.0/16"], "mirror.corp", 443),
+        (["10.9.1.1/16"], "mirror.corp", 443),
         (["10.9.8.7"], "10.9.8.7", 80),
         (["public", "10.9.8.7:3141"], "mirror.corp", 3141),
     ],
@@ -122,6 +124,57 @@ def test_no_rule_opens_metadata(address: str):
             policy.judge_addresses(policy.judge_name(name, 80), 80, [ipaddress.ip_address(address)], OWN)
 
 
+@pytest.mark.parametrize(
+    ("allow", "host", "port", "listed"),
+    [
+        (["pypi.org", "git.example.org:9418"], "pypi.example.org", 80, "pypi.org, git.example.org:9418; ports 80, 443, 9418"),
+        (["*.debian.org"], "debian.org", 80, r"\*.debian.org; ports 80, 443"),
+        (["*.debian.org"], "deb.debian.org", 81, r"\*.debian.org; ports 80, 443"),
+        (["10.9.0.0/16:81"], "93.184.215.14", 81, "10.9.0.0/16:81; ports 81"),
+        ([], "pypi.org", 80, "none; ports none"),
+    ],
+)  # fmt: skip
+def test_a_refusal_lists_what_is_allowed(allow: list[str], host: str, port: int, listed: str):
+    with pytest.raises(EgressRefused, match=rf"^{host}:{port} is not on the list of allowed hosts \({listed}\)$"):
+        Policy.of_slots(allow).judge_name(host, port)
+
+
+def test_suffixes_open_what_is_below():
+    assert Policy.of_slots(["*.debian.org"]).judge_name("Deb.debian.org.", 443) == "deb.debian.org"
+    with pytest.raises(EgressRefused, match="ports any"):
+        Policy((parse("*.debian.org", field="network"),)).judge_name("debian.org", 22)
+
+
+def test_denied_names_are_refused():
+    policy = Policy.of_slots(["public"], ["evil.example.org", "*.evil.example.org:80", "10.0.0.0/8"])
+    for host in ("evil.example.org", "EVIL.example.org.", "very.evil.example.org"):
+        with pytest.raises(EgressRefused, match="is on the list of denied hosts"):
+            policy.judge_name(host, 80)
+    assert policy.judge_name("very.evil.example.org", 443) == "very.evil.example.org"
+    assert policy.judge_name("good.example.org", 80) == "good.example.org"
+
+
+def test_tunnels_lead_nowhere_denied():
+    """Where the operator opens a range of 6to4, which no Python takes for public ones."""
+    policy = Policy.of_slots(["2002::/16"], ["10.0.0.0/8"])
+    assert reached(policy, "2002:5db8:d70e::1") == "2002:5db8:d70e::1"
+    with pytest.raises(EgressRefused):
+        reached(policy, "2002:a09:807::1")
+
+
+def test_zones_make_no_other_address():
+    assert PUBLIC.judge_addresses("x.org", 80, [ipaddress.ip_address("2606:4700:10::2%1")], OWN) == [
+        ipaddress.ip_address("2606:4700:10::2")
+    ]
+    with pytest.raises(EgressRefused):
+        PUBLIC.judge_addresses("x.org", 80, [ipaddress.ip_address("2606:4700:10::1%1")], OWN)
+
+
+def test_names_may_lead_nowhere():
+    with pytest.raises(EgressRefused, match="leads to no address"):
+        PUBLIC.judge_addresses("x.org", 80, [], OWN)
+
+
 def test_denied_wins_over_named():
     policy = Policy.of_slots(["mirror.corp"], ["10.0.0.0/8"])
     with pytest.raises(EgressRefused):
@@ -141,6 +194,7 @@ def test_too_many_ports_refused():
         ("http://pypi.org:80/", "is not 'public', a host name"),
         ("pypi.org:https", "a port is 1 to 65535"),
         ("pypi.org:65536", "a port is 1 to 65535"),
+        ("pypi.org:0", "a port is 1 to 65535"),
     ],
 )
 def test_a_bad_rule_is_explained(entry: str, words: str):
