@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from unittest.mock import Mock
 
 import pytest
 
@@ -81,6 +82,7 @@ async def test_anything_else_is_refused(head):
     async with site() as it:
         answer = await it.send(head + b"\r\nabcde")
     assert answer.startswith(b"HTTP/1.1 401 ")
+    assert b"\r\nWWW-Authenticate: Bearer\r\n" in answer
     assert answer.endswith(b'{"code":"unauthorized"}')
     assert it.seen == []
 
@@ -135,3 +137,43 @@ async def test_excess_closes_the_oldest():
             assert await asyncio.wait_for(reader.read(), 20 * SLOWNESS) == OK
         for _, writer in (first, second, third):
             writer.close()
+
+
+async def test_who_leaves_is_not_counted():
+    async with site(head_s=600) as it:
+        _, writer = await asyncio.open_connection("127.0.0.1", it.port)
+        await until(lambda: len(it.admission) == 1, "the connection")
+        writer.close()
+        await until(lambda: not len(it.admission), "its end, long before its deadline")
+
+
+async def test_one_other_header_may_have_the_token():
+    async with site(token_headers=[b"x-key"]) as it:
+        for sent, status in (("right", b" 200 "), ("wrong", b" 401 "), ("right\r\nX-Key: right", b" 401 ")):
+            answer = await it.send(f"GET /x HTTP/1.1\r\nHost: x\r\nX-Key: {sent}\r\n\r\n".encode())
+            assert status in answer.split(b"\r\n")[0]
+
+
+async def test_an_open_request_s_server_hears_all():
+    http, transport = Mock(spec=asyncio.Protocol), Mock(spec=asyncio.Transport)
+    connection = Admission(BearerToken("right"), ["/health"], b"").connection(lambda: http)
+    connection.connection_made(transport)
+    connection.pause_writing()
+    connection.data_received(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    connection.pause_writing()
+    connection.resume_writing()
+    connection.connection_lost(None)
+    heard = ["connection_made", "data_received", "pause_writing", "resume_writing", "connection_lost"]
+    assert [name for name, *_ in http.method_calls] == heard
+
+
+async def test_who_has_the_token_has_no_deadline():
+    http, transport, admission = Mock(spec=asyncio.Protocol), Mock(spec=asyncio.Transport), Admission(None, None, b"")
+    connection = admission.connection(lambda: http)
+    connection.connection_made(transport)
+    connection.data_received(b"GET /x HTTP/1.1\r\n")
+    assert len(admission) == 1
+    connection.data_received(b"Host: x\r\n\r\n")
+    assert len(admission) == 0
+    assert connection._deadline.cancelled()
+    http.data_received.assert_called_once_with(b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n")
