@@ -262,3 +262,21 @@ def test_a_container_joins_once():
     with pytest.raises(ValueError, match="container one is already in the fleet"):
         fleet.join(seat, slots=2, free=SLOT * 2, now=0)
     assert (fleet.ready, fleet.free) == (1, 2)
+
+
+def test_an_acquire_waits_once():
+    fleet = Fleet(SLOT)
+    fleet.ask(ticket := fleet.ticket())
+    with pytest.raises(ValueError, match="already waiting"):
+        fleet.ask(ticket)
+    assert fleet.waiting == 1
+
+
+def test_what_left_is_no_architecture():
+    fleet, seats = Fleet(SLOT), [Seat("a", 0), Seat("b", 1)]
+    for seat, architecture in zip(seats, ("amd64", "arm64"), strict=True):
+        assert not fleet.mixed
+        fleet.join(seat, slots=1, free=SLOT, now=0.0, architecture=architecture)
+    assert fleet.mixed
+    fleet.leave(seats[1])
+    assert not fleet.mixed
