@@ -82,7 +82,8 @@ class Stacking:
                 keys.append(tasks.create_task(work))
                 if image.in_order:
                     await keys[-1]
-        ids = tuple(key.result() for key in reversed(keys))
+        # one that stands alone may come again, which overlay refuses; the upper one shows all that the lower one has
+        ids = tuple(dict.fromkeys(key.result() for key in reversed(keys)))
         if not ids or await asyncio.to_thread(self._lacks, [self._store.files(key) for key in ids], workdir):
             layer = _folder_layer(self._work / "workdir.tar", workdir)
             ids = (await self._layer(layer, [*diff_ids, layer.diff_id], keys, puller), *ids)
@@ -92,10 +93,10 @@ class Stacking:
         self, layer: PackedLayer, diff_ids: Sequence[str], below: Sequence[asyncio.Task[str]], puller: Puller
     ) -> str:
         """Have a layer here, and held; its id: of its names the first where it stands alone."""
-        _, chain = names(diff_ids)
+        alone_id, chain = names(diff_ids)
         async with self._store.locked(f"layer-{chain}"):
-            for key in names(diff_ids):
-                if self.hold(key):
+            for key in (chain, alone_id):
+                if self.hold(key) and (key == chain or await self._lies_well(key, below)):
                     return key
             place = self._work / f"layer-{len(below)}"
             place.mkdir()
@@ -107,7 +108,13 @@ class Stacking:
                 added = await puller.settle(place, self._room, lower)
                 self._take(added["bytes"])
                 done["bytes"] += added["bytes"]
-            return await self._put(place, layer.diff_id if alone else chain, done["bytes"])
+            return await self._put(place, alone_id if alone else chain, done["bytes"])
+
+    async def _lies_well(self, alone: str, below: Sequence[asyncio.Task[str]]) -> bool:
+        """Whether a layer that stands alone is the same on these: it may say nothing of the root's attributes."""
+        if not below or not _has_plain_root(self._store.files(alone)):
+            return True
+        return _has_plain_root(self._store.files(await below[-1]))
 
     async def built(self, layer: str, size: int, fill: Callable[[str], Awaitable[None]]) -> str:
         """A layer that `fill` makes in a folder, as overlay keeps it.

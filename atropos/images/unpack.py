@@ -300,7 +300,8 @@ class Layer:
             return 0, 0
         if not (0 <= member.uid < self._ids and 0 <= member.gid < self._ids):
             raise ImageRefused(
-                f"{member.name}: owner {member.uid}:{member.gid} is not among the {self._ids} ids of a slot"
+                f"{member.name}: owner {member.uid}:{member.gid} is not among the {self._ids} ids of a slot; give it "
+                "another one where the image is built (chown, or tar --no-same-owner)"
             )
         return member.uid, member.gid
 

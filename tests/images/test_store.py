@@ -884,6 +884,35 @@ async def test_too_high_a_stack_is_flattened(tmp_path, images, monkeypatch):
     assert len(files_of(store, built_on)) == 4
 
 
+async def test_a_layer_may_come_twice(tmp_path, images):
+    """As that of no files, which builds make for each step that changes none."""
+    one, none, two = layer(entry("a", "1")), layer(), layer(entry("a", "2"), entry("b", "2"))
+    layout(tmp_path / "twice", one, none, two, none, one)
+    images.push(tmp_path / "twice", "twice:1")
+    store, source = store_at(tmp_path, images), ImageSource.parse(f"{images.host}/twice:1")
+    image = await store.prepare(source, nothing)
+    there = tmp_path / "there"
+    there.mkdir()
+    taker = store_at(there, images)
+    async with store.give(image.id, taker.lacking(image.layers)) as chunks:
+        taken = await taker.take(source, nothing, image.id, chunks)
+    for each in (store, taker):
+        with shown(files_of(each, taken), tmp_path / "root") as root:
+            assert {path.name: path.read_text() for path in root.iterdir()} == {"a": "1", "b": "2"}
+        await each.aclose()
+
+
+async def test_a_root_keeps_its_mode(tmp_path, images):
+    store, same = store_at(tmp_path, images), layer(entry("same", "x"))
+    for number, mode in enumerate((0o755, 0o555, 0o755)):
+        layout(tmp_path / f"on-{number}", layer(folder(".", mode=mode), entry(f"own-{number}", "x")), same)
+        images.push(tmp_path / f"on-{number}", f"on{number}:1")
+        image = await store.prepare(ImageSource.parse(f"{images.host}/on{number}:1"), nothing)
+        with shown(files_of(store, image), tmp_path / "root") as root:
+            assert root.stat().st_mode & 0o7777 == mode
+    await store.aclose()
+
+
 @pytest.mark.parametrize(("workdir", "file"), [("/etc/passwd", "etc/passwd"), ("/etc/passwd/deep", "etc/passwd")])
 async def test_a_workdir_that_is_a_file_is_refused(tmp_path, images, workdir, file):
     name = f"workdir{len(workdir)}:1"

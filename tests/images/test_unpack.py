@@ -203,6 +203,11 @@ def test_hostile_layers_are_refused(tmp_path, what):
     assert sorted(after) == sorted(before)
 
 
+def test_a_refused_owner_has_a_cure(tmp_path):
+    _, said, _ = unpacked(tmp_path, ESCAPES["an owner beyond a slot's ids"])
+    assert said.endswith("; give it another one where the image is built (chown, or tar --no-same-owner)")
+
+
 def test_a_broken_gzip_is_refused(tmp_path):
     packing = zlib.compressobj(wbits=31)
     start = packing.compress(layer(entry("big", bytes(200_000)))[:100_000]) + packing.flush(zlib.Z_FULL_FLUSH)
