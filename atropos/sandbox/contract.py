@@ -66,8 +66,10 @@ class Stopped:
 class PrivateNetwork(Protocol):
     """The network of leases that belong together; nothing else is reached there."""
 
-    async def join(self, sandbox: Sandbox, names: Sequence[str]) -> None:
+    async def join(self, sandbox: Sandbox, names: Sequence[str], networks: Sequence[str] = ()) -> None:
         """Connect a sandbox. All that are connected know each other by their names from then on.
+
+        Of two that name `networks`, and none in common, neither reaches the other, nor knows its names.
 
         Raises:
             NotSupported: this machine can make no such network, or a root can't hold the names.

@@ -292,12 +292,23 @@ class SlotPool(Blocking[slots.SlotPool]):
         names: Sequence[str],
         *,
         its_names: Sequence[str] = (),
+        networks: Sequence[str] = (),
+        its_networks: Sequence[str] = (),
         image: str | None = None,
         limits: LeaseLimits | None = None,
         network: bool | None = None,
     ) -> Slot:
         """Lease another slot beside one, on a network of their own; see `atropos.slots.SlotPool.join`."""
-        work = self.awaited.join(slot.awaited, names, its_names=its_names, image=image, limits=limits, network=network)
+        work = self.awaited.join(
+            slot.awaited,
+            names,
+            its_names=its_names,
+            networks=networks,
+            its_networks=its_networks,
+            image=image,
+            limits=limits,
+            network=network,
+        )
         return Slot(event_loop().run(work))
 
     def stats(self) -> PoolStats:

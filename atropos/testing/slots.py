@@ -422,6 +422,24 @@ async def test_slots_of_a_group_know_each_other_by_name_and_end_together(pool: S
         assert (await alone.exec("echo on")).output == "on\n"
 
 
+async def test_networks_keep_slots_of_a_group_apart(pool: SlotPool) -> None:
+    members = LeaseLimits(members=(LeaseLimits(), LeaseLimits()))
+    async with pool.lease("main", limits=members) as slot:
+        api = await pool.join(slot, ["api"], its_names=["main"], networks=["front", "back"], its_networks=["front"])
+        db = await pool.join(slot, ["db"], networks=["back"])
+        group = {"main": slot, "api": api, "db": db}
+        for name, each in group.items():
+            await each.start(["python3", "-c", ANSWERS], env={"NAME": name})
+        addresses = [(await api.exec(f"getent hosts {name}")).output.split()[0] for name in ("main", "db")]
+        for each, others in ((slot, ("main", "api")), (api, tuple(group)), (db, ("api", "db"))):
+            command = f'until python3 -c "$ASKS" {" ".join(others)} 2> /dev/null; do sleep 0.1; done'
+            answers = await each.exec(command, env={"ASKS": ASKS}, timeout_s=60)
+            assert answers.output.split() == [*others]
+        for each, name, address in ((slot, "db", addresses[1]), (db, "main", addresses[0])):
+            for host in (name, address):
+                assert (await each.exec(["python3", "-c", ASKS, host])).exit_code == 1
+
+
 async def test_a_slot_of_a_group_has_another_ones_folder(pool: SlotPool) -> None:
     async with pool.lease("main", limits=LeaseLimits(members=(LeaseLimits(),))) as slot:
         db = await pool.join(slot, ["db"], its_names=["main"])

@@ -16,7 +16,7 @@ __all__ = [
     "WireMessage",
 ]
 
-VERSION = 9
+VERSION = 10
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 """Largest WebSocket frame either end accepts, in bytes."""
 MAX_FILE_BYTES = 32 * 1024 * 1024

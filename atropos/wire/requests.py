@@ -56,6 +56,12 @@ class Joining(WireMessage):
     its_names: tuple[HostName, ...] = Field(
         default=(), max_length=32, description="by which all know the one that is joined; of the first that joins it"
     )
+    networks: tuple[HostName, ...] = Field(
+        default=(), max_length=32, description="where it reaches only those that are on one of them; empty: all"
+    )
+    its_networks: tuple[HostName, ...] = Field(
+        default=(), max_length=32, description="of the one that is joined; of the first that joins it"
+    )
 
 
 class LeaseRequest(WireMessage):

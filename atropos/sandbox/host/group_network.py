@@ -2,7 +2,7 @@
 
 Each slot has a device in it beside those that it had, with an address of its own. So two of them may listen on one
 port, and the loopback is each one's own. No other slot has a device in that namespace, and nothing leads on from there
-(docs/decisions/0029).
+(docs/decisions/0029). What is sent between two that are to be apart isn't passed on.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from atropos.errors import BackendUnavailable, LeaseExpired, NotSupported
 from atropos.sandbox.contract import Sandbox
@@ -30,6 +31,24 @@ _OWN_MAC, _FAR_MAC = b"\x02atrp", b"\x02atrq"
 """Of the devices in slots, and of their other ends, without the number of the slot."""
 
 
+@dataclass(frozen=True)
+class _Member:
+    """One that is connected: its number, its names, and the networks that it is on; without any, on all."""
+
+    number: int
+    names: tuple[str, ...]
+    networks: frozenset[str]
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """Its address, by each of its names."""
+        return dict.fromkeys(self.names, _text(_FIRST + self.number))
+
+    def reaches(self, other: _Member) -> bool:
+        """Whether they reach each other."""
+        return not (self.networks and other.networks and self.networks.isdisjoint(other.networks))
+
+
 class GroupNetwork:
     """The network of one lease and of those that joined it."""
 
@@ -38,44 +57,54 @@ class GroupNetwork:
         self._closed = False
         self._turn = asyncio.Lock()
         self._numbers = itertools.count()
-        self._members: dict[SlotSandbox, dict[str, str]] = {}
-        """The addresses of each, by its names."""
+        self._members: dict[SlotSandbox, _Member] = {}
 
-    async def join(self, sandbox: Sandbox, names: Sequence[str]) -> None:
+    async def join(self, sandbox: Sandbox, names: Sequence[str], networks: Sequence[str] = ()) -> None:
         """Connect a sandbox; see `contract.PrivateNetwork.join`."""
         assert isinstance(sandbox, SlotSandbox)
         async with self._turn:
             try:
-                await self._join(sandbox, names)
+                await self._join(sandbox, _Member(next(self._numbers), tuple(names), frozenset(networks)))
             finally:
                 if self._closed:
                     self._give_up()
 
-    async def _join(self, sandbox: SlotSandbox, names: Sequence[str]) -> None:
+    async def _join(self, sandbox: SlotSandbox, new: _Member) -> None:
         if self._closed:
             raise LeaseExpired("joins: the group is over")
-        number, namespace = next(self._numbers), os.dup(sandbox.network.namespace)  # its end closes its own
+        namespace = os.dup(sandbox.network.namespace)  # its end closes its own
+        apart = [each.number for each in self._members.values() if not each.reaches(new)]
         try:
-            await _in_thread(lambda: self._connect(namespace, number))
+            await _in_thread(lambda: self._connect(namespace, new.number, apart))
         except OSError as error:
             if error.errno in host_limits.USED_UP:
                 raise BackendUnavailable(f"joins: {error}{host_limits.named()}") from error
             raise NotSupported(f"this machine can make no network between slots: {error}") from error
         finally:
             os.close(namespace)
-        own, others = dict.fromkeys(names, _text(_FIRST + number)), dict(self._members)
-        known = {name: address for each in (*others.values(), own) for name, address in each.items()}
+        known = self._known_by(new)
         await sandbox.know_hosts(known, known)  # first: where it fails, the others were not told of it
-        await asyncio.gather(*(other.know_hosts(own, known) for other in others))
-        self._members[sandbox] = own
+        others = [(other, each) for other, each in self._members.items() if each.reaches(new)]
+        await asyncio.gather(
+            *(other.know_hosts(new.addresses, self._known_by(each) | new.addresses) for other, each in others)
+        )
+        self._members[sandbox] = new
+
+    def _known_by(self, one: _Member) -> dict[str, str]:
+        """The addresses of all that one reaches, itself among them, by their names."""
+        reached = (each for each in (*self._members.values(), one) if each.reaches(one))
+        return {name: address for each in reached for name, address in each.addresses.items()}
 
     def leave(self, sandbox: Sandbox) -> None:
         """Tell those that join later nothing of a sandbox; see `contract.PrivateNetwork.leave`."""
         assert isinstance(sandbox, SlotSandbox)
         self._members.pop(sandbox, None)
 
-    def _connect(self, namespace: int, number: int) -> None:
-        """Give a slot's namespace a device here; in a thread that ends then, since it enters other namespaces."""
+    def _connect(self, namespace: int, number: int, apart: Sequence[int]) -> None:
+        """Give a slot's namespace a device here; in a thread that ends then, since it enters other namespaces.
+
+        `apart` are the numbers of those that it is not to reach.
+        """
         if self._namespace < 0:
             syscalls.unshare(syscalls.CLONE_NEWNET)
             tell_kernel("/proc/sys/net/ipv4/ip_forward", "1")
@@ -98,6 +127,11 @@ class GroupNetwork:
             + netlink.address(index, socket.AF_INET, router, 32)
             + netlink.neighbour(index, socket.AF_INET, own, mac)
             + netlink.route(index, socket.AF_INET, own, 32, scope=netlink.LINK)
+            + b"".join(
+                netlink.prohibit(socket.AF_INET, *pair, 32)
+                for other in (_packed(_FIRST + each) for each in apart)
+                for pair in ((own, other), (other, own))
+            )
         )
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ LOOPBACK = 1
 MTU = 65_535
 """Packets never leave the machine; with smaller ones, 100 MB took twice as long."""
 MAIN, UNIVERSE, LINK, HOST, UNICAST, LOCAL = 254, 0, 253, 254, 1, 2
-_NEWLINK, _NEWADDR, _NEWROUTE, _NEWNEIGH = 16, 20, 24, 28
+_NEWLINK, _NEWADDR, _NEWROUTE, _NEWNEIGH, _NEWRULE = 16, 20, 24, 28, 32
 _REQUEST, _ACK, _CREATE = 0x1, 0x4, 0x400
 _IFF_UP = 0x1
 _IFLA_ADDRESS, _IFLA_IFNAME, _IFLA_MTU, _IFLA_LINKINFO, _IFLA_AF_SPEC, _IFLA_NET_NS_FD = 1, 3, 4, 18, 26, 28
@@ -23,6 +23,7 @@ _IFLA_INET6_ADDR_GEN_MODE, _ADDR_GEN_NONE = 8, b"\x01"
 _IFA_ADDRESS, _IFA_LOCAL, _IFA_F_NODAD = 1, 2, 0x02
 _NDA_DST, _NDA_LLADDR, _NUD_PERMANENT = 1, 2, 0x80
 _RTA_DST, _RTA_OIF, _RTA_GATEWAY, _BOOT = 1, 4, 5, 3
+_FRA_DST, _FRA_SRC, _FR_ACT_PROHIBIT = 1, 2, 8
 
 
 class LinkRequests:
@@ -104,6 +105,12 @@ def route(
     where = _attribute(_RTA_DST, to) if to else b""
     through = _attribute(_RTA_GATEWAY, via) if via else b""
     return _message(_NEWROUTE, head, where, through, _attribute(_RTA_OIF, struct.pack("=i", index)))
+
+
+def prohibit(family: int, source: bytes, to: bytes, bits: int) -> bytes:
+    """Refuse to pass packets on from one address to another."""
+    head = struct.pack("=BBBBBBBBI", family, bits, bits, 0, 0, 0, 0, _FR_ACT_PROHIBIT, 0)
+    return _message(_NEWRULE, head, _attribute(_FRA_DST, to), _attribute(_FRA_SRC, source))
 
 
 _NO_LINK_LOCAL = _attribute(

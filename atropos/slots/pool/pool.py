@@ -283,6 +283,8 @@ class SlotPool:
         names: Sequence[str],
         *,
         its_names: Sequence[str] = (),
+        networks: Sequence[str] = (),
+        its_networks: Sequence[str] = (),
         image: str | None = None,
         limits: LeaseLimits | None = None,
         network: bool | None = None,
@@ -295,6 +297,9 @@ class SlotPool:
             slot: the first of the group, leased with `LeaseLimits.members`, which keeps the room for the others.
             names: by which the others know the new one.
             its_names: by which all know `slot`; of the first that joins it.
+            networks: names of networks within the group: of two slots that name some, and none in common, neither
+                reaches the other, nor knows its names. Empty: it is on all.
+            its_networks: those of `slot`; of the first that joins it.
             image: as in `acquire`.
             limits: as in `acquire`; no more than one of `members` that nothing has taken yet.
             network: as in `acquire`.
@@ -309,9 +314,17 @@ class SlotPool:
         image = image or self.config.slot_image
         terms = self._terms(slot.trajectory_id, image, network, limits, slot.ticket.share)
         try:
-            joins = wire.Joining(lease_id=slot.lease.lease_id, names=tuple(names), its_names=tuple(its_names))
+            joins = wire.Joining(
+                lease_id=slot.lease.lease_id,
+                names=tuple(names),
+                its_names=tuple(its_names),
+                networks=tuple(networks),
+                its_networks=tuple(its_networks),
+            )
         except ValidationError as error:
-            raise ConfigError(f"names: {error.errors()[0]['input']!r:.80} can't be the name of a slot") from None
+            wrong = error.errors()[0]
+            what = "network" if "networks" in str(wrong["loc"][0]) else "slot"
+            raise ConfigError(f"{wrong['loc'][0]}: {wrong['input']!r:.80} can't be the name of a {what}") from None
         return await self._grants.join(terms, image, slot, joins)
 
     def _timed_out(self, snapshot: Snapshot | None, share: Share | None, timeout_s: float) -> AcquireTimeout:

@@ -149,7 +149,7 @@ class Leasing:
             joined = self._state.active_run(joining.lease_id, None)
             async with joined.joining:
                 group = joined.group or await self._new_group(joined, joining)
-                await group.network.join(sandbox, joining.names)
+                await group.network.join(sandbox, joining.names, joining.networks)
                 joined.check_active()
                 if run.held.state != "starting":
                     group.network.leave(sandbox)
@@ -167,7 +167,7 @@ class Leasing:
             raise NotSupported("joins: a lease with a view, or whose workspace is being frozen, can't be joined")
         group = joined.group = LeaseGroup(self._state.host.private_network(), [joined])  # from here on without views
         try:
-            await group.network.join(joined.sandbox, joining.its_names)
+            await group.network.join(joined.sandbox, joining.its_names, joining.its_networks)
             joined.check_active()
         except BaseException:
             joined.group = None
