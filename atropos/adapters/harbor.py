@@ -188,7 +188,7 @@ class AtroposEnvironment(BaseEnvironment):
             gpus=self._effective_gpus,
             gpu_types=tuple(wants.gpu_types or ()),
         )
-        service = read_compose(folder)
+        service = read_compose(folder, made=image is not None or (folder / "Dockerfile").is_file())
         section = machines.with_compose(service, own)
         # where something is built or pulled, the folder's other files are Harbor's to bring
         defined = wants.docker_image or machines.is_machine(folder)

@@ -13,7 +13,15 @@ from typing import Any, cast
 
 from atropos.images.manifests import MACHINE, MAX_JSON_BYTES, architecture, config_digest, objects, parse
 from atropos.images.reference import check_digest
-from atropos.wire import ImageInfo
+from atropos.wire import HealthConfig, ImageInfo
+
+_TIMES = {
+    "interval_s": "Interval",
+    "timeout_s": "Timeout",
+    "start_period_s": "StartPeriod",
+    "start_interval_s": "StartInterval",
+}
+"""Of a health check; the image's are in nanoseconds."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +108,30 @@ def _check_settings(settings: object) -> None:
         texts: object = [value] if name in {"WorkingDir", "User"} else value
         if value is not None and not (isinstance(texts, list) and all(map(_is_text, cast("list[object]", texts)))):
             raise ValueError(f"config: {name}: no valid settings of commands")
+    try:
+        _healthcheck(cast("dict[str, Any]", settings))
+        _volumes(cast("dict[str, Any]", settings))
+    except (TypeError, AttributeError):
+        raise ValueError("config: Healthcheck, Volumes: no valid settings of a container") from None
+
+
+def _healthcheck(settings: dict[str, Any]) -> HealthConfig | None:
+    said: dict[str, Any] = settings.get("Healthcheck") or {}
+    test: object = said.get("Test") or []
+    numbers: dict[str, Any] = {name: said.get(name) or 0 for name in (*_TIMES.values(), "Retries")}
+    if not isinstance(test, list) or not all(map(_is_text, cast("list[object]", test))):
+        raise TypeError("test")
+    if not all(isinstance(each, int) and 0 <= each < 1 << 63 for each in numbers.values()):
+        raise TypeError("numbers")
+    times = {ours: numbers[theirs] / 1e9 for ours, theirs in _TIMES.items()}
+    return HealthConfig(test=tuple(cast("list[str]", test)), retries=numbers["Retries"], **times) if said else None
+
+
+def _volumes(settings: dict[str, Any]) -> tuple[str, ...]:
+    paths: list[str] = [*(settings.get("Volumes") or {}).keys()]
+    if not all(map(_is_text, paths)):
+        raise TypeError("paths")
+    return tuple(posixpath.normpath(posixpath.join("/", path)) for path in paths)
 
 
 def _is_text(value: object) -> bool:
@@ -128,4 +160,6 @@ def image_info(pulled: PulledImage, source: str) -> ImageInfo:
         cmd=tuple(settings.get("Cmd") or ()),
         onbuild=tuple(settings.get("OnBuild") or ()),
         shell=tuple(settings.get("Shell") or ()),
+        healthcheck=_healthcheck(settings),
+        volumes=_volumes(settings),
     )

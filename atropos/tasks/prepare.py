@@ -35,6 +35,7 @@ from atropos.tasks.errors import TaskBroken
 from atropos.tasks.fit import STAND_INS
 from atropos.tasks.format.context import Context
 from atropos.tasks.format.recipe import (
+    SHELL,
     BuildInputs,
     Copy,
     Download,
@@ -353,19 +354,26 @@ class TaskImages:
         if isinstance(step, Run):
             settings = step.settings
             mounts = [
-                (m.target, m.mode, m.owner, m.content and self._described(m.content, context, plan))
+                (m.target, m.mode, m.owner, m.cache, m.content and self._described(m.content, context, plan))
                 for m in step.mounts
             ]
-            return ["run", step.command, settings.workdir, dict(settings.env), settings.user, mounts]
+            offline = ["offline"] if step.offline else []
+            return ["run", step.command, settings.workdir, dict(settings.env), settings.user, mounts, *offline]
         if isinstance(step, Folder):
             return ["folder", step.path, step.owner]
-        return ["download", step.address, step.checksum, step.target, step.mode, step.owner]
+        unpack = ["unpack"] if step.unpack else []
+        return ["download", step.address, step.checksum, step.target, step.mode, step.owner, *unpack]
 
     # ----------------------------------------------------------------------------------------------------------- steps
 
-    def _lease(self, task: Task, source: str, what: str = "") -> AbstractAsyncContextManager[Slot]:
+    def _lease(
+        self, task: Task, source: str, what: str = "", *, offline: bool = False
+    ) -> AbstractAsyncContextManager[Slot]:
         limits = task.limits and task.limits.model_copy(update={"members": ()})
-        return self.pool.lease(f"build-{task.name}{what}", image=source, limits=limits, share=self._share)
+        network = False if offline else None
+        return self.pool.lease(
+            f"build-{task.name}{what}", image=source, limits=limits, network=network, share=self._share
+        )
 
     async def _stage(self, build: _Build, number: int) -> ImageInfo:
         """A stage's last image: from the last step that is there already."""
@@ -392,7 +400,8 @@ class TaskImages:
         build.progress(ImageState(source=_text(step), phase="building", step=number, steps=build.steps))
         self.counters["steps"] += 1
         try:
-            async with build.lease(self._lease(build.task, source)) as slot:
+            offline = isinstance(step, Run) and step.offline
+            async with build.lease(self._lease(build.task, source, offline=offline)) as slot:
                 await self._carry_out(build, slot, step, archives, fetched)
                 await self._check_unchanged(build, planned)
                 return await slot.keep(planned.key)
@@ -400,9 +409,9 @@ class TaskImages:
             raise TaskBroken(f"{build.task.name}: step {number}/{build.steps}: {error}") from None
         except SlotFileError as error:
             refused = os.strerror(errno.EINVAL) in str(error)  # the kernel's id for an owner that has no number here
-            alone = "; a server that an ordinary user started has no user but root" if refused else ""
+            ids = "; slots have the owners 0 to 65535, and where an ordinary user started the server, root alone"
             raise TaskBroken(
-                f"{build.task.name}: step {number}/{build.steps} ({_text(step)}): {error}{alone}"
+                f"{build.task.name}: step {number}/{build.steps} ({_text(step)}): {error}{ids if refused else ''}"
             ) from error
 
     async def _check_unchanged(self, build: _Build, planned: _PlannedStep) -> None:
@@ -412,7 +421,7 @@ class TaskImages:
             raise TaskBroken(f"{_text(planned.step)}: a file of the build context changed meanwhile; build again")
 
     async def _carry_out(
-        self, build: _Build, slot: Slot, step: Step, taken: Mapping[Copy, PackedFiles], fetched: bytes
+        self, build: _Build, slot: Slot, step: Step, taken: Mapping[Copy, Sequence[PackedFiles]], fetched: bytes
     ) -> None:
         if isinstance(step, Run):
             covered: list[tuple[Mount, tuple[str, ...]]] = []
@@ -434,13 +443,13 @@ class TaskImages:
         else:
             await steps.copy(slot, step, build.task.build_context)
 
-    async def _taken(self, build: _Build, stage: int, step: Copy) -> PackedFiles:
+    async def _taken(self, build: _Build, stage: int, step: Copy) -> list[PackedFiles]:
         planned = build.plan[stage]
         image = await self._stage(build, stage)
         source = image.source if planned.steps else planned.source
         async with build.lease(self._lease(build.task, source, "-from")) as slot:
             try:
-                return await pack_files(slot, step.sources)
+                return await pack_files(slot, step.sources, parents=step.parents)
             except TaskBroken as error:
                 raise TaskBroken(f"{build.task.name}: COPY --from: {error}") from None
 
@@ -474,7 +483,9 @@ def _settings(image: ImageInfo) -> StepSettings:
         onbuild=image.onbuild,
         entrypoint=image.entrypoint,
         cmd=image.cmd,
-        shell=image.shell,
+        shell=image.shell or SHELL,
+        healthcheck=image.healthcheck,
+        volumes=image.volumes,
     )
 
 

@@ -27,9 +27,12 @@ from atropos.tasks.errors import TaskBroken
 from atropos.tasks.format.service import Condition, Service, ServiceVolume, start_order
 from atropos.tasks.format.task import Task
 from atropos.tasks.prepare import TaskImages
+from atropos.wire import HealthConfig, OpError, WriteFile
 
 POLL_S = 1.0
 """Longest pause between two checks of a service's health: it is waited for more closely than watched."""
+INTERVAL_S, TIMEOUT_S, RETRIES = 30.0, 30.0, 3
+"""Of a health check that says none, as Docker has them."""
 _AGAIN = {"on-failure": 'until "$@"; do sleep 1; done', "always": 'while :; do "$@"; sleep 1; done'}
 """The lines that start a command again, by `Service.restart`."""
 _APART = "/.volumes"
@@ -58,6 +61,11 @@ class _Part:
         except (SlotFileError, TaskBroken) as error:
             why = error.strerror if isinstance(error, SlotFileError) else error
             raise self.broken(f"can't have volume {volume.name} at {volume.target}: {why}") from error
+
+    @property
+    def check(self) -> HealthConfig | None:
+        """By what it is known to be healthy, if by anything."""
+        return self.machine.recipe.settings.healthcheck
 
     async def output(self) -> str:
         """The last that its main process printed."""
@@ -105,6 +113,7 @@ async def _start_all(
         parts[machine.service.name] = await _joined(slot, own, machine, images, with_own)
     ordered = [parts[each.name] for each in start_order((own, *own.beside), task.name)]
     for part in ordered:
+        await _know_hosts(part)
         for folder, mode in part.service.tmpfs.items():
             await _make_empty(part, folder, mode)
     await _mount_volumes(ordered)
@@ -115,8 +124,8 @@ async def _start_all(
             part.process = await workspace.start_main_process(slot, task, env)
         else:
             await _start(part)
-    for part in ordered:
-        await _check(part)
+    for part in ordered:  # the HEALTHCHECK of the agent's own image may be of its CMD, which isn't started
+        await _check(part, awaited=part.slot is not slot or own.healthcheck is not None)
 
 
 async def _joined(slot: Slot, own: Service, machine: Task, images: TaskImages, network: bool | None) -> _Part:
@@ -127,6 +136,8 @@ async def _joined(slot: Slot, own: Service, machine: Task, images: TaskImages, n
         slot,
         machine.service.names,
         its_names=own.names,
+        networks=machine.service.networks,
+        its_networks=own.networks,
         image=prepared.image,
         limits=machine.limits,
         network=False if machine.offline else network,
@@ -166,9 +177,9 @@ async def _meet(part: _Part, condition: Condition) -> None:
             raise part.broken(how, await part.output())
 
 
-async def _check(part: _Part) -> None:
-    """Once all are started: each is healthy, or has not failed, before the agent begins."""
-    if part.service.healthcheck is not None:
+async def _check(part: _Part, *, awaited: bool) -> None:
+    """Once all are started: each is healthy, if that is awaited, or has not failed, before the agent begins."""
+    if part.check is not None and awaited:
         await _become_healthy(part)
     elif part.process is not None and await part.process.poll():
         raise part.broken(f"ended with {part.process.exit_code}", await part.output())
@@ -176,23 +187,28 @@ async def _check(part: _Part) -> None:
 
 async def _become_healthy(part: _Part) -> None:
     """Wait for as long as Docker would until it calls the service unhealthy."""
-    check = part.service.healthcheck
-    if check is None or part.healthy:
+    check = part.check
+    if check is None:
+        raise part.broken("has no healthcheck, and its health is waited for; write one")
+    if part.healthy:
         return
+    kind, *words = check.test
+    command = words if kind == "CMD" else (*part.machine.recipe.settings.shell, *words)
+    interval_s, timeout_s = check.interval_s or INTERVAL_S, check.timeout_s or TIMEOUT_S
     began = time.monotonic()
     while True:
         asked = time.monotonic()
-        result = await part.slot.exec(check.command, timeout_s=check.timeout_sec)
+        result = await part.slot.exec(command, timeout_s=timeout_s)
         if result.exit_code == 0:
             part.healthy = True
             return
         if part.process is not None and await part.process.poll() is not None:
             raise part.broken(f"ended with {part.process.exit_code}", await part.output())
         now = time.monotonic()
-        if now - began >= check.start_period_sec + check.retries * (check.interval_sec + now - asked):
+        if now - began >= check.start_period_s + (check.retries or RETRIES) * (interval_s + now - asked):
             failure = command_failure("its healthcheck", result)
             raise part.broken(f"did not become healthy: {failure}", await part.output())
-        await asyncio.sleep(min(POLL_S, check.interval_sec))
+        await asyncio.sleep(min(POLL_S, interval_s))
 
 
 # ------------------------------------------------------------------------------------------------------------- volumes
@@ -261,6 +277,16 @@ async def _owner(users: Iterable[tuple[_Part, ServiceVolume]]) -> tuple[_Part, S
         if (await exec_plain(part.slot, f'[ -d {path} ] && [ -n "$(ls -A {path})" ]', user="0")).exit_code == 0:
             return part, volume
     return first
+
+
+async def _know_hosts(part: _Part) -> None:
+    """Have programs know the names that the service has beside those of the others."""
+    hosts = part.service.extra_hosts.items()
+    lines = "".join(f"\n{address}\t{name}" for name, addresses in hosts for address in addresses)
+    if lines:
+        written = await part.slot.run(WriteFile(path="/etc/hosts", data=f"{lines}\n".encode(), append=True, mode=0o644))
+        if isinstance(written, OpError):
+            raise part.broken(f"can't have extra_hosts: {written.message}")
 
 
 async def _make_empty(part: _Part, folder: str, mode: str) -> None:

@@ -21,6 +21,7 @@ __all__ = [
     "DrainRequest",
     "Feature",
     "Health",
+    "HealthConfig",
     "ImageInfo",
     "ImageRequest",
     "ImageSettings",
@@ -96,6 +97,17 @@ class ImageSettings(WireMessage):
     user: str | None = None
 
 
+class HealthConfig(WireMessage):
+    """By what it is known that a container is healthy, as Docker's configurations say it; empty and 0: they don't."""
+
+    test: tuple[str, ...] = Field(default=(), description="CMD and words, CMD-SHELL and a line, or NONE")
+    interval_s: float = 0
+    timeout_s: float = 0
+    start_period_s: float = 0
+    start_interval_s: float = 0
+    retries: int = 0
+
+
 class ImageInfo(ImageSettings):
     """An unpacked image."""
 
@@ -111,6 +123,8 @@ class ImageInfo(ImageSettings):
     cmd: tuple[str, ...] = ()
     onbuild: tuple[str, ...] = ()
     shell: tuple[str, ...] = Field(default=(), description="what RUN begins with; empty: /bin/sh -c")
+    healthcheck: HealthConfig | None = None
+    volumes: tuple[str, ...] = Field(default=(), description="folders that a container of it finds made")
 
 
 class Lease(WireMessage):

@@ -118,11 +118,11 @@ async def test_large_artifacts_take_turns(pool, tmp_path, monkeypatch):
 
     async def carry(slot, path):
         nonlocal most
-        async with artifacts.taken_along(slot, [(path, ()), ("/app/given", ())]) as carried:
+        async with artifacts.taken_along([(slot, path, ()), (slot, "/app/given", ())]) as carried:
             here = sum(file.stat().st_size > 100_000 for file in tmp_path.glob("atropos-artifacts-*/*"))
             most = max(most, here)
             if path != "/app/small":
-                async with artifacts.taken_along(slot, [("/app/small", ())]):
+                async with artifacts.taken_along([(slot, "/app/small", ())]):
                     pass
             await artifacts.put_down(slot, carried)
             assert not [*tmp_path.glob("atropos-artifacts-*/[01]")] or path == "/app/small"

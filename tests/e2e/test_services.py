@@ -308,6 +308,76 @@ async def test_tmpfs_and_env_files(pool, make):
         assert await said(slot.group[1], "ls -A /srv; stat -c '%a %U' /srv /own") == "pages\n1777 root\n700 root"
 
 
+async def test_an_image_says_what_is_healthy(pool, make):
+    check = """import urllib.request as u; u.urlopen("http://localhost")"""
+    task = make(
+        """
+  main: {build: ., depends_on: {web: {condition: service_healthy}}}
+  web: {build: {context: server, dockerfile: checked}, environment: {NAME: web, SLEEP: 2}, healthcheck: {interval: 1s}}
+""",
+        **{
+            "environment/Dockerfile": "FROM debian:12\nWORKDIR /app\nHEALTHCHECK CMD false\n",
+            "environment/server/checked": "FROM debian:12\nCOPY *.py /\n"
+            f'HEALTHCHECK --interval=1h --retries=60 CMD python3 -c \'{check}\'\nCMD ["python3", "/server.py"]\n',
+        },
+    )
+    async with Started(pool, task) as slot:
+        assert await said(slot, f"{ASK} http://web") == "web"
+    with pytest.raises(TaskBroken, match="service web has no healthcheck"):
+        async with Started(
+            pool,
+            make(
+                "  main: {build: ., depends_on: {web: {condition: service_healthy}}}\n"
+                "  web: {build: server, environment: {NAME: web}}\n"
+            ),
+        ):
+            pass
+
+
+async def test_services_are_collected_from(pool, make):
+    task = make(
+        f"  main: {{build: .}}\n  web: {{build: server, environment: {{NAME: web}}, {HEALTHY}}}\n",
+        **{
+            "task.toml": 'version = "1.0"\nartifacts = [{source = "/var/state", service = "web"}]\n'
+            '[verifier]\nenvironment_mode = "separate"\n[[verifier.collect]]\nservice = "web"\n'
+            'command = "install -o daemon /dev/null /var/state"\n[[verifier.collect]]\nservice = "web"\nuser = "daemon"\n'
+            'command = "echo $NAME $(id -un) > /var/state"\n',
+            "tests/test.sh": '[ "$(cat /var/state)" = "web daemon" ] && echo 1 > /logs/verifier/reward.txt\n',
+        },
+    )
+    assert await play(pool, task) == 1
+
+
+async def test_networks_keep_services_apart(pool, make):
+    task = make(
+        f"""
+  main: {{build: ., networks: [front]}}
+  api: {{build: server, environment: {{NAME: api}}, networks: [front, back], {HEALTHY}}}
+  db: {{build: server, environment: {{NAME: db}}, networks: {{back: {{aliases: [store]}}}}, {HEALTHY}}}
+"""
+    )
+    async with Started(pool, task) as slot:
+        assert await said(slot, f"{ASK} http://api; getent hosts db store") == "api"
+        _, api, db = slot.group
+        assert await said(api, f"{ASK} http://store; {ASK} http://db; getent hosts main | wc -l") == "db\ndb\n1"
+        address = (await said(api, "getent hosts db")).split()[0]
+        assert "No route to host" in await said(slot, f"echo x > /dev/tcp/{address}/80")
+        assert await said(db, f"{ASK} http://api; getent hosts main") == "api"
+
+
+async def test_other_hosts_have_names(pool, make):
+    task = make(
+        f"""
+  main: {{build: ., extra_hosts: ["own.example:127.0.0.5", "up:host-gateway"]}}
+  web: {{build: server, environment: {{NAME: web}}, extra_hosts: {{self.example: 127.0.0.1}}, {HEALTHY}}}
+"""
+    )
+    async with Started(pool, task) as slot:
+        assert await said(slot.group[1], f"{ASK} http://self.example") == "web", "no proxy is asked for it"
+        assert await said(slot, f"{ASK} http://web; getent hosts own.example") == "web\n127.0.0.5       own.example"
+        assert (await slot.exec(f"{ASK} http://up", timeout_s=60)).exit_code == 1, "no slot reaches its host"
+
+
 async def test_a_job_ends_before_what_needs_it(pool, make):
     task = make(
         """

@@ -47,6 +47,8 @@ def make_context(at: Path) -> None:
             "glob/deep/four.c": "4",
             "[odd].txt": "odd",
             "locked.txt": "locked",
+            "open.txt": "open",
+            "wide/w.txt": "w",
             ".hidden/h.txt": "h",
             ".dockerignore": IGNORED,
         },
@@ -54,6 +56,8 @@ def make_context(at: Path) -> None:
     (at / "empty").mkdir()
     (at / "run.sh").chmod(0o755)
     (at / "locked.txt").chmod(0o400)
+    (at / "open.txt").chmod(0o666)
+    (at / "wide").chmod(0o1777)
     (at / "dir/sub").chmod(0o700)
     (at / "dir/link").symlink_to("x.txt")
     (at / "dir/away").symlink_to("/etc/passwd")
@@ -150,6 +154,15 @@ DOCKERFILES = {
     "HEALTHCHECK --interval=5s CMD test -f /ok\nMAINTAINER me\nUSER app",
     "volume": 'FROM @BASE@\nRUN mkdir /v && echo before > /v/f\nVOLUME /v\nVOLUME ["/made", "/srv/app"]\nWORKDIR /after',
     "onbuild": "FROM @BASE@ AS one\nONBUILD COPY a.txt /a\nONBUILD RUN cat /a > /b\nFROM one\nRUN cat /b > /c\nONBUILD RUN exit 1",
+    "started": 'FROM @BASE@\nENTRYPOINT ["b"]\nCMD ["a"]',
+    "started-first": 'FROM @BASE@\nCMD ["a"]\nRUN true\nENTRYPOINT ["b"]',
+    "started-later": 'FROM @BASE@ AS one\nCMD ["a"]\nFROM one\nENTRYPOINT ["b"]',
+    "started-anew": 'FROM @BASE@ AS one\nENTRYPOINT ["b"]\nCMD ["a"]\nFROM one\nCMD c  $D',
+    "started-by-shell": 'FROM @BASE@\nSHELL ["/bin/busybox", "sh", "-c"]\nENTRYPOINT exec $A\nCMD x  y',
+    "started-by-nothing": 'FROM @BASE@ AS one\nENTRYPOINT ["b"]\nCMD ["c"]\nFROM one\nENTRYPOINT []\nCMD []',
+    "health": "FROM @BASE@ AS one\nHEALTHCHECK --interval=1m30s --retries=2 CMD test -f /ok $A\nFROM one\nRUN true",
+    "health-exec": 'FROM @BASE@\nHEALTHCHECK --timeout=1s --start-period=500ms CMD ["test", "-f", "/ok"]',
+    "health-none": "FROM @BASE@ AS one\nHEALTHCHECK CMD a\nFROM one\nHEALTHCHECK NONE",
     "case-and-space": "from @BASE@\n   run   echo 1 > /one\n\tEnv  A=1\ncopy  a.txt   /a\n",
 }
 
@@ -167,6 +180,8 @@ WITH_BUILDKIT = {
     "RUN mkdir -m 711 /e && echo old > /e/x.txt\nCOPY --chmod=600 dir/x.txt /e/\nCOPY --chmod=755 dir/x.txt /e/sub/deep/n",
     "arg-after-env": "FROM @BASE@\nARG GREETING=arg\nRUN echo $GREETING > /1\nENV GREETING=$GREETING-env\nRUN echo $GREETING > /2\nARG GREETING=last\nRUN echo $GREETING > /3",
     "ignored-parents": "FROM @BASE@\nCOPY . /all\nCOPY dir /d",
+    "caches": "FROM @BASE@\nRUN --mount=type=cache,target=/srv,id=last echo 1 > /srv/a\n"
+    "RUN --mount=type=cache,target=/tmp,id=last cat /tmp/a > /seen; ls /srv/app >> /seen",
     "numbers": "FROM @BASE@\nUSER 4242\nWORKDIR /made\nUSER 4242:7\nWORKDIR too\nUSER app:staff\nWORKDIR /by/app",
 }
 """Dockerfiles that BuildKit alone builds, or builds otherwise than the classic builder."""

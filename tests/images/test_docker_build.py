@@ -19,6 +19,7 @@ import pytest
 from atropos.errors import ConfigError
 from atropos.tasks.folder import load_task
 from atropos.tasks.prepare import TaskImages
+from atropos.wire import HealthConfig
 from tests import engines, privileges
 from tests.images.dockerfiles import DOCKERFILES, IGNORED_BY, REFUSED, WITH_BUILDKIT, make_context
 from tests.images.making import entry, folder, layer, layout, link
@@ -173,6 +174,20 @@ def changes(tree: dict[str, str], base: dict[str, str]) -> dict[str, str]:
     return gone | {path: text for path, text in tree.items() if base.get(path) != text}
 
 
+def as_docker(check: HealthConfig | None) -> dict | None:
+    """A health check as Docker's configurations have it."""
+    if check is None:
+        return None
+    times = {
+        "Interval": check.interval_s,
+        "Timeout": check.timeout_s,
+        "StartPeriod": check.start_period_s,
+        "StartInterval": check.start_interval_s,
+    }
+    numbers = {name: round(time * 1e9) for name, time in times.items()} | {"Retries": check.retries}
+    return {"Test": list(check.test), **{name: number for name, number in numbers.items() if number}}
+
+
 class Ours:
     """What slots make of a Dockerfile."""
 
@@ -239,6 +254,9 @@ async def differences(tmp_path: Path, dockerfiles: dict[str, str], *, buildkit: 
                     ("env", env, dict(recipe.settings.env)),
                     ("workdir", posixpath.normpath(settings["WorkingDir"] or "/"), recipe.settings.workdir),
                     ("user", None if settings["User"] in {"", "root"} else settings["User"], recipe.settings.user),
+                    ("entrypoint", tuple(settings["Entrypoint"] or ()), recipe.settings.entrypoint),
+                    ("cmd", tuple(settings["Cmd"] or ()), recipe.settings.cmd),
+                    ("health", settings.get("Healthcheck"), as_docker(recipe.settings.healthcheck)),
                 ):
                     if theirs != mine:
                         wrong.append(f"{name}: {what}: docker {theirs}, here {mine}")

@@ -179,6 +179,13 @@ async def test_a_spoiled_blob_is_never_an_image(tmp_path, images, monkeypatch, s
         ({"WorkingDir": "/\udcff"}, "config: WorkingDir: "),
         ({"User": 5}, "config: User: "),
         ({"Cmd": {"a": "b"}}, "config: Cmd: "),
+        ({"Healthcheck": [1]}, "config: Healthcheck, Volumes: "),
+        ({"Healthcheck": {"Test": "x"}}, "config: Healthcheck, Volumes: "),
+        ({"Healthcheck": {"Test": ["CMD", 5]}}, "config: Healthcheck, Volumes: "),
+        ({"Healthcheck": {"Test": ["CMD", "x"], "Interval": -1}}, "config: Healthcheck, Volumes: "),
+        ({"Healthcheck": {"Test": ["CMD", "x"], "Retries": 10**400}}, "config: Healthcheck, Volumes: "),
+        ({"Volumes": ["/x"]}, "config: Healthcheck, Volumes: "),
+        ({"Volumes": {"/\0": {}}}, "config: Healthcheck, Volumes: "),
     ],
     ids=str,
 )

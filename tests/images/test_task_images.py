@@ -27,7 +27,7 @@ from atropos.tasks.errors import TaskBroken
 from atropos.tasks.folder import load_task
 from atropos.tasks.format.recipe import Download
 from atropos.tasks.prepare import TaskImages
-from atropos.wire import MAX_FILE_BYTES
+from atropos.wire import MAX_FILE_BYTES, HealthConfig
 from tests import privileges
 from tests.files import write_files
 from tests.images.making import entry, folder, layer, layout, link
@@ -420,6 +420,23 @@ async def test_copies_from_stages_are_as_dockers(pool, tmp_path):
             await TaskImages(pool).prepare(absent)
 
 
+async def test_parents_of_a_stage_are_its_own(pool, tmp_path):
+    task = make(
+        tmp_path / "task",
+        "FROM debian AS made\nRUN mkdir -p /s/a/b/c && touch /s/a/b/f /s/a/b/c/g && chown 5:6 /s/a && chmod 750 /s/a && chmod 2711 /s/a/b/c\n"
+        "FROM debian\nRUN mkdir -p -m 700 /w/s\nCOPY --parents --from=made /s/a/b/f /t/\nCOPY --parents --from=made /s/./a/b/c /u\n"
+        "COPY --parents --from=made --chown=7:8 /s/a/./b/? /v/\nCOPY --parents --from=made /s/a/b/f /w\n",
+    )
+    async with working_on(pool, TaskImages(pool), task) as slot:
+        seen = await slot.exec("cd /; find t u v w | sort | xargs stat -c '%n %a %u:%g'")
+        assert seen.output.splitlines() == [
+            *("t 755 0:0", "t/s 755 0:0", "t/s/a 750 5:6", "t/s/a/b 755 0:0", "t/s/a/b/f 644 0:0"),
+            *("u 755 0:0", "u/a 750 5:6", "u/a/b 755 0:0", "u/a/b/c 2711 0:0", "u/a/b/c/g 644 0:0"),
+            *("v 755 7:8", "v/b 755 7:8", "v/b/c 2711 7:8", "v/b/c/g 644 7:8", "v/b/f 644 7:8"),
+            *("w 755 0:0", "w/s 700 0:0", "w/s/a 750 5:6", "w/s/a/b 755 0:0", "w/s/a/b/f 644 0:0"),
+        ]
+
+
 async def test_a_stages_large_file_stays_whole(pool, tmp_path):
     task = make(
         tmp_path / "task",
@@ -463,6 +480,55 @@ async def test_onbuild_and_shell_hold(pool, tmp_path, form):
     task = make(tmp_path / "task", stages)
     async with working_on(pool, TaskImages(pool), task) as slot:
         assert (await slot.exec("cat /last")).output == "givenimage\nimage\n"
+
+
+async def test_what_containers_find(pool, tmp_path):
+    config = {
+        "Volumes": {"/srv/data": {}, "/etc": {}},
+        "Healthcheck": {
+            "Test": ["CMD-SHELL", "up"],
+            "Interval": 5_000_000_000,
+            "StartPeriod": 1_500_000_000,
+            "Retries": 4,
+        },
+        "OnBuild": ["RUN <<EOF\nls /srv > /seen 2>&1 || true\nEOF"],
+    }
+    busybox_image(tmp_path / "layout", config=config)
+    image = f"oci:{tmp_path}/layout"
+    task = make(tmp_path / "task", f"FROM {image}\nRUN true\n")
+    check = HealthConfig(test=("CMD-SHELL", "up"), interval_s=5, start_period_s=1.5, retries=4)
+    async with working_on(pool, TaskImages(pool), task) as slot:
+        assert "data" not in (await slot.exec("cat /seen")).output, "a build of it doesn't"
+        assert (await slot.exec("stat -c '%a %u' /srv/data")).output == "755 0\n"
+    (tmp_path / "task/task.toml").write_text(f'version = "1.0"\n[environment]\ndocker_image = "{image}"\n')
+    prepared = await TaskImages(pool).prepare(load_task(tmp_path / "task"))
+    assert prepared.task.recipe.settings.healthcheck == check
+    async with pool.lease("one", image=prepared.image) as slot:
+        assert (await slot.exec("ls -d /srv/data")).output == "/srv/data\n"
+
+
+async def test_caches_last_for_a_stage(pool, tmp_path):
+    task = make(
+        tmp_path / "task",
+        "FROM debian AS one\n"
+        "RUN --mount=type=cache,target=/c,id=x,mode=0750,uid=3 echo 1 > /c/a; mkdir -m 700 /c/d; touch /etc/made\n"
+        "RUN --mount=type=cache,target=/e/f,id=x cat /e/f/a > /seen; stat -c '%a %u' /e/f /e/f/d >> /seen; echo 2 > /e/f/b\n"
+        "RUN --mount=type=cache,target=/c ls -A /c >> /seen\nRUN mkdir /c && touch /c/own\n"
+        "FROM one AS two\nRUN --mount=type=cache,target=/c,id=x cat /c/* >> /seen; rm /c/a\n"
+        "FROM two\nRUN --mount=type=cache,target=/c,id=x ls -A /c >> /seen\n",
+    )
+    async with working_on(pool, TaskImages(pool), task) as slot:
+        assert (await slot.exec("cat /seen")).output == "1\n750 3\n700 0\n1\n2\nb\nd\n"
+        assert (await slot.exec("ls -A /c; ls -A / | grep -E 'cache|^e$'")).output == "own\n"
+
+
+async def test_a_command_may_be_offline(tmp_path):
+    text = "FROM debian\nRUN env > /with\nRUN --network=none env > /without\n"
+    async with (
+        pool_for(tmp_path, allow_network=True) as pool,
+        working_on(pool, TaskImages(pool), make(tmp_path / "task", text)) as slot,
+    ):
+        assert (await slot.exec("grep -l HTTP_PROXY /with /without")).output == "/with\n"
 
 
 async def test_an_exec_form_needs_no_shell(pool, tmp_path):
@@ -595,6 +661,12 @@ async def test_add_fetches_what_egress_allows(tmp_path):
             ).output == "fetched 600 7:8\n"
             with pytest.raises(TaskBroken, match=f"its checksum is {good}, not sha256:00"):
                 await steps.fetch(site, replace(step, checksum="sha256:" + "0" * 64), 20)
+            unpacks = replace(step, target="/t/", unpack=True)
+            for data in (gzip.compress(layer(entry("in", "side", owner=(3, 4)))), b"no archive"):
+                await steps.add_download(slot, unpacks, data)
+            assert (await slot.exec("cd /t; cat in name.bin; stat -c ' %u:%g' . in")).output == (
+                "sideno archive 7:8\n 3:4\n"
+            )
         own = make(tmp_path / "own", "FROM scratch\nADD http://127.0.0.2:1/x /x\n")
         with pytest.raises(TaskBroken, match=r"own: ADD http://127.0.0.2:1/x ended with 1: .*egress refused"):
             await TaskImages(pool).prepare(own)

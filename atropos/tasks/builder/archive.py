@@ -141,8 +141,8 @@ def pack(
 ) -> Iterator[bytes | LargeFile]:
     """The members as tar archives of at most `limit` bytes.
 
-    What is too large for one comes by itself. Modes lose group and other write permission, so that a checkout under
-    another umask makes the same workspace. `program` is a file that everyone may run.
+    What is too large for one comes by itself. Modes lose a group's write permission, unless others have it too, so that
+    a checkout under another umask makes the same workspace. `program` is a file that everyone may run.
 
     Raises:
         ConfigError: a member is neither file, folder nor link.
@@ -253,7 +253,10 @@ def _entry(name: str, source: Path | bytes, mode: int | str | None) -> tarfile.T
         return entry
     seen = source.lstat()
     entry.mtime = int(seen.st_mtime)
-    entry.mode = changed_mode(stat.S_IMODE(seen.st_mode) & 0o7755, mode, folder=stat.S_ISDIR(seen.st_mode))
+    own = stat.S_IMODE(seen.st_mode)
+    if stat.S_ISLNK(seen.st_mode) or not own & stat.S_IWOTH:
+        own &= 0o7755
+    entry.mode = changed_mode(own, mode, folder=stat.S_ISDIR(seen.st_mode))
     if stat.S_ISLNK(seen.st_mode):
         entry.type, entry.linkname = tarfile.SYMTYPE, os.readlink(source)
     elif stat.S_ISDIR(seen.st_mode):

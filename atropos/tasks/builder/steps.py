@@ -8,15 +8,18 @@ import lzma
 import posixpath
 import shlex
 import tarfile
+import tempfile
 import zlib
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from atropos import wire
 from atropos.archives import WholeTar
 from atropos.slots import Slot
 from atropos.slots.slot.results import ExecResult
 from atropos.tasks.builder.accounts import owner_ids
-from atropos.tasks.builder.archive import TarPiece, pack, unpack_steps
+from atropos.tasks.builder.archive import TarPiece, changed_mode, pack, unpack_steps
 from atropos.tasks.builder.transfer import (
     PackedFiles,
     command_failure,
@@ -29,8 +32,9 @@ from atropos.tasks.builder.transfer import (
     untar,
 )
 from atropos.tasks.errors import TaskBroken
+from atropos.tasks.format import tars
 from atropos.tasks.format.context import Context
-from atropos.tasks.format.recipe import Copy, Download, Folder, Mount, Run, file_name
+from atropos.tasks.format.recipe import CACHES, Copy, Download, Folder, Mount, Run, file_name
 
 _FETCHED = "/tmp/fetched"
 _KEPT = ".atropos-kept"
@@ -64,7 +68,7 @@ async def run(slot: Slot, step: Run, timeout_s: float) -> None:
 
 
 async def begin_mount(slot: Slot, mount: Mount) -> tuple[str, ...]:
-    """Set aside what is at a mount's target, and show its empty folder.
+    """Set aside what is at a mount's target, and show its folder.
 
     Returns:
         The target and the folders above it that were not there: for `end_mount`.
@@ -80,9 +84,12 @@ async def begin_mount(slot: Slot, mount: Mount) -> tuple[str, ...]:
     if mode is None:
         mode = 0o1777 if made_folders else await _mode_of(slot, path)
     if not made_folders:
-        await _as_root(slot, 'mv "$P" "$P$KEPT"', mount.target)
+        await _as_root(slot, 'mv "$P" "$P$KEPT"', mount)
     if mount.content is None:
         await make_folder(slot, posixpath.dirname(mount.target))
+    if mount.cache and not await is_missing(slot, _cache_of(mount)):
+        await _as_root(slot, 'mv "$CACHE" "$P"', mount)
+    elif mount.content is None:
         piece = TarPiece()
         piece.add_folder(posixpath.basename(mount.target), mount.owner, mode)
         await untar(slot, posixpath.dirname(mount.target), piece.close())
@@ -96,7 +103,7 @@ async def _mode_of(slot: Slot, folder: str) -> int:
 
 
 async def end_mount(slot: Slot, mount: Mount, made: tuple[str, ...]) -> None:
-    """Remove what a mount showed, and put back what was set aside.
+    """Remove what a mount showed, or keep it as the stage's cache, and put back what was set aside.
 
     Folders that were made for it stay where they hold something.
 
@@ -104,13 +111,19 @@ async def end_mount(slot: Slot, mount: Mount, made: tuple[str, ...]) -> None:
         TaskBroken: the slot can't.
     """
     back = "".join(f"; rmdir {shlex.quote(path)} 2>/dev/null || exit 0" for path in made[1:])
-    await _as_root(slot, 'rm -rf "$P"' + (back if made else ' && mv "$P$KEPT" "$P"'), mount.target)
+    gone = f'mkdir -p -m 700 {CACHES} && rm -rf "$CACHE" && mv "$P" "$CACHE"' if mount.cache else 'rm -rf "$P"'
+    await _as_root(slot, gone + (back if made else ' && mv "$P$KEPT" "$P"'), mount)
 
 
-async def _as_root(slot: Slot, script: str, path: str) -> None:
-    result = await slot.exec(script, workdir="/", env={"P": path, "KEPT": _KEPT}, user="0", timeout_s=600)
+def _cache_of(mount: Mount) -> str:
+    return f"{CACHES}/{hashlib.sha256(mount.cache.encode()).hexdigest()[:16]}"
+
+
+async def _as_root(slot: Slot, script: str, mount: Mount) -> None:
+    env = {"P": mount.target, "KEPT": _KEPT, "CACHE": _cache_of(mount)}
+    result = await slot.exec(script, workdir="/", env=env, user="0", timeout_s=600)
     if result.exit_code != 0:
-        raise command_failure(f"a mount at {path}", result)
+        raise command_failure(f"a mount at {mount.target}", result)
 
 
 def _mode_above(step: Copy) -> int:
@@ -147,20 +160,24 @@ async def unpack(slot: Slot, step: Copy, context: Context) -> None:
         OSError: the slot can't take it.
         TaskBroken: there is no such owner, or it can't be read.
     """
-    where = step.target.rstrip("/") or "/"
-    await make_folder(slot, where, await owner_ids(slot, step.owner))
     for source in step.sources:
         for path in context.sources(source, step.exclude):
-            try:
-                with context.followed(path).open("rb") as archive:
-                    await unpack_archive(slot, where, archive)
-            except (tarfile.TarError, EOFError, lzma.LZMAError, zlib.error, OSError) as error:
-                if isinstance(error, OSError) and error.errno is not None:  # archives of gzip and bz2 have none
-                    raise
-                raise TaskBroken(f"ADD {source}: {error}") from None
+            await _unpack_file(slot, step.target, context.followed(path), step.owner, source)
 
 
-async def copy_from_stage(slot: Slot, step: Copy, taken: PackedFiles) -> None:
+async def _unpack_file(slot: Slot, target: str, file: Path, owner: str | None, source: str) -> None:
+    where = target.rstrip("/") or "/"
+    await make_folder(slot, where, await owner_ids(slot, owner))
+    try:
+        with await asyncio.to_thread(tars.opened, file) as archive:
+            await unpack_archive(slot, where, archive)
+    except (tarfile.TarError, EOFError, lzma.LZMAError, zlib.error, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # archives of gzip and bz2 have none
+            raise
+        raise TaskBroken(f"ADD {source}: {error}") from None
+
+
+async def copy_from_stage(slot: Slot, step: Copy, taken: Sequence[PackedFiles]) -> None:
     """Put what was taken from a stage where a COPY wants it.
 
     Raises:
@@ -168,18 +185,35 @@ async def copy_from_stage(slot: Slot, step: Copy, taken: PackedFiles) -> None:
         TaskBroken: there is no such owner.
     """
     owner = None if step.owner is None else await owner_ids(slot, step.owner)
-    for base, archive in taken:
+    for packed in taken:
+        archive = packed.archive
         with tarfile.open(fileobj=archive, mode="r:", tarinfo=WholeTar) as tar:
             first = tar.next()
             folder = first is not None and first.isdir()
         archive.seek(0)
-        where, rename = step.target, base
-        if not folder and not step.target.endswith("/") and not await is_folder(slot, step.target):
+        where, rename = step.target, packed.name
+        if step.parents:
+            await _make_parents(slot, step, packed, owner)
+            above, rename = posixpath.split(packed.name)
+            where += packed.name if folder else above
+        elif not folder and not step.target.endswith("/") and not await is_folder(slot, step.target):
             where, rename = posixpath.split(await followed(slot, step.target))
         where = where.rstrip("/") or "/"
         await make_folder(slot, where, owner or (0, 0), _mode_above(step))
         name = rename if not folder else None
         await unpack_archive(slot, where, archive, name=name, mode=step.mode, owner=owner, exclude=step.exclude)
+
+
+async def _make_parents(slot: Slot, step: Copy, packed: PackedFiles, owner: tuple[int, int] | None) -> None:
+    """The folders above a source, as its stage has them, where they are missing."""
+    target = step.target.rstrip("/") or "/"
+    await make_folder(slot, target, owner or (0, 0), _mode_above(step))
+    piece = TarPiece()
+    for name, mode, user, group in packed.folders:
+        if not await is_folder(slot, posixpath.join(target, name)):
+            piece.add_folder(name, owner or (user, group), changed_mode(mode, step.mode, folder=True))
+    if piece.size:
+        await untar(slot, target, piece.close())
 
 
 async def fetch(slot: Slot, step: Download, timeout_s: float) -> bytes:
@@ -209,11 +243,18 @@ async def add_download(slot: Slot, step: Download, data: bytes) -> None:
 
     Raises:
         OSError: the slot can't take it.
-        TaskBroken: there is no such owner.
+        TaskBroken: there is no such owner, or it is a damaged archive.
     """
+    if step.unpack:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "fetched")
+            await asyncio.to_thread(file.write_bytes, data)
+            if await asyncio.to_thread(tars.is_archive, file):
+                await _unpack_file(slot, step.target, file, step.owner, step.address)
+                return
     where, name = posixpath.split(step.target)
-    if await is_folder(slot, step.target):
-        where, name = step.target, file_name(step.address)
+    if not name or await is_folder(slot, step.target):
+        where, name = step.target.rstrip("/") or "/", file_name(step.address)
     owner = await owner_ids(slot, step.owner)
     await unpack_pieces(slot, where, pack([(name, data)], mode=step.mode, owner=owner), owner)
 

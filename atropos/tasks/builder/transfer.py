@@ -16,7 +16,8 @@ import shutil
 import tarfile
 import tempfile
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 from typing import IO
 
 from e2b_dockerfile_utils import PatternMatcher
@@ -42,8 +43,19 @@ PLAIN_S = 60
 """Time limit of a command of our own, which takes milliseconds."""
 
 
-PackedFiles = list[tuple[str, IO[bytes]]]
-"""Files of a stage or image: (name of the source, tar archive). A folder's members are named `./…`."""
+@dataclass(frozen=True)
+class PackedFiles:
+    """What a COPY takes of one source in a stage or image.
+
+    Attributes:
+        name: the source's; with --parents its path, from where those begin.
+        archive: a tar; a folder's members are named `./…`.
+        folders: with --parents, those on that path, itself among them: name, mode, user and group.
+    """
+
+    name: str
+    archive: IO[bytes]
+    folders: tuple[tuple[str, int, int, int], ...] = ()
 
 
 async def upload(slot: Slot, source: Path, where: str, *, program: str | None = None, mode: str | None = None) -> None:
@@ -135,14 +147,35 @@ async def is_missing(slot: Slot, path: str) -> bool:
     return isinstance(seen, wire.OpError) and seen.error == "not_found"
 
 
-async def pack_files(slot: Slot, sources: tuple[str, ...]) -> PackedFiles:
-    """What a COPY from this slot's stage or image takes.
+async def pack_files(slot: Slot, sources: tuple[str, ...], *, parents: bool = False) -> list[PackedFiles]:
+    """What a COPY from this slot's stage or image takes; `parents`: as `Copy`'s.
 
     Raises:
         TaskBroken: there is no such file, or it is too large.
     """
-    paths = [path for pattern in sources for path in await _named(slot, pattern)]
-    return [(posixpath.basename(path), await _archive(slot, await followed(slot, path))) for path in paths]
+    packed: list[PackedFiles] = []
+    for source in sources:
+        start, cut, _ = source.partition("/./")
+        for path in await _named(slot, posixpath.normpath(source) if parents else source):
+            archive = await _archive(slot, await followed(slot, path))
+            name, folders = posixpath.basename(path), ()
+            if parents:
+                name, folders = await _from_above(slot, path, len(PurePosixPath(start).parts) if cut else 0)
+            packed.append(PackedFiles(name, archive, folders))
+    return packed
+
+
+async def _from_above(slot: Slot, path: str, depth: int) -> tuple[str, tuple[tuple[str, int, int, int], ...]]:
+    """A path from a folder on that is `depth` below the root, and the folders on it: they are root's without `stat`."""
+    parts = path.strip("/").split("/")
+    names = ["/".join(parts[depth:count]) for count in range(depth + 1, len(parts) + 1)]
+    look = 'stat -c "%a %u %g" "$f" 2> /dev/null || echo 755 0 0'
+    script = f'cd "$0"; for f in "$@"; do if [ -d "$f" ]; then {look}; fi; done'
+    where = "/".join(("", *parts[:depth])) or "/"
+    result = await slot.exec(["/bin/sh", "-c", script, where, *names], workdir="/", user="0", timeout_s=60)
+    rows = [line.split() for line in result.output.splitlines()] if result.exit_code == 0 else []
+    seen = zip(names, rows, strict=False)  # the last one may be a file
+    return "/".join(parts[depth:]), tuple((name, int(row[0], 8), int(row[1]), int(row[2])) for name, row in seen)
 
 
 async def _named(slot: Slot, pattern: str) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -25,8 +25,14 @@ _MAIN = (MAIN, "client")
 _WITHOUT_EFFECT = {
     *("hostname", "labels", "init", "tty", "stdin_open", "logging", "profiles"),
     *("stop_grace_period", "stop_signal", "expose", "ports", "pull_policy", "memswap_limit"),
+    *("annotations", "attach", "cpu_shares", "develop", "mem_reservation", "mem_swappiness", "oom_score_adj"),
 }
-"""Keys about a container's own name, its ports outside or its end, which change nothing here."""
+"""Keys about a container's own name, its ports outside, its end or its weight, which change nothing here."""
+_CAPABILITIES = {
+    *("AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "MKNOD", "NET_BIND_SERVICE", "NET_RAW"),
+    *("SETFCAP", "SETGID", "SETPCAP", "SETUID", "SYS_CHROOT", "SYS_PTRACE"),
+}
+"""Which add nothing: those that Docker gives anyway, and what debuggers need, which slots have."""
 _OF_THE_BUILDER = {"cache_from", "cache_to", "labels", "no_cache", "pull", "shm_size", "tags"}
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,250}[A-Za-z0-9_])?")
 _FROM_HARNESS = re.compile(r"\$\w+|\$\{\w+\}")
@@ -40,6 +46,8 @@ class _ComposeBuild(BaseModel):
 
     context: str = "."
     dockerfile: str = "Dockerfile"
+    args: dict[str, str | int | float | bool | None] | list[str] | None = None
+    target: str | None = None
     platforms: list[str] = []
 
 
@@ -66,14 +74,21 @@ class _ServiceTable(BaseModel):
     depends_on: list[str] | dict[str, dict[str, object]] | None = None
     healthcheck: dict[str, object] | None = None
     restart: str | bool | None = None
+    extra_hosts: dict[str, str | list[str]] | list[str] | None = None
+    cap_add: list[str] | None = None
     mem_limit: str | int | None = None
     shm_size: str | int | None = None
     cpus: str | float | None = None
     deploy: dict[str, object] | None = None
 
 
-def read_compose(folder: Path) -> Service | None:
+def read_compose(folder: Path, *, made: bool) -> Service | None:
     """The main service of a folder's compose file, with the others beside it; None: there is no such file.
+
+    Args:
+        folder: of the file.
+        made: whether the main one's machine is there without it, since Harbor lays it over a file of its own: by a
+            Dockerfile, or a named image.
 
     Raises:
         ConfigError: the file can't be read, or asks for what no slot has.
@@ -82,17 +97,22 @@ def read_compose(folder: Path) -> Service | None:
     if path is None:
         return None
     tables, closed = _tables(path)
-    main = next(iter(tables)) if len(tables) == 1 else next((name for name in _MAIN if name in tables), None)
     services = {name: _service(name, said, folder, f"{path}: services.{name}", tables) for name, said in tables.items()}
     services = {
         name: replace(each, offline=each.offline or closed.issuperset(values.networks(tables[name].networks)))
         for name, each in services.items()
     }
+    known = [name for each in services.values() for name in each.names]
+    services = {name: _without_proxy(each, known) for name, each in services.items()}
+    main = next((name for name in _MAIN if name in services), None)
+    if main is None and len(services) == 1:
+        [only] = services.values()
+        main = None if made and only.dockerfile != folder / "Dockerfile" else only.name
     if main is not None:
         _check_logs(services[main], path)
-    if len(services) > 1:
-        _check_networks(path, tables)
     first = services.pop(main) if main is not None else Service()
+    if made and first.dockerfile is None:
+        first = replace(first, image=None)
     if holder := next((each.name for each in services.values() if each.gpus), None):
         raise ConfigError(f"{path}: services.{holder}: services beside the agent's have no GPUs; leave the task out")
     beside = tuple(each for each in start_order((first, *services.values()), str(path)) if each is not first)
@@ -111,7 +131,7 @@ def read_only_service(folder: Path, what: str) -> Service | None:
     Raises:
         ConfigError: as `read_compose`; or there are several, or it has what is made at a start.
     """
-    service = read_compose(folder)
+    service = read_compose(folder, made=(folder / "Dockerfile").is_file())
     if service is None:
         return None
     if service.beside:
@@ -121,6 +141,7 @@ def read_only_service(folder: Path, what: str) -> Service | None:
         ("volumes", "use COPY in the Dockerfile"),
         ("tmpfs", "remove it"),
         ("healthcheck", "remove it"),
+        ("extra_hosts", "remove it"),
     ):
         if getattr(service, field):
             raise ConfigError(f"{folder}: services.{service.name}.{field}: can't be honoured: {what}; {cure}")
@@ -154,6 +175,9 @@ def _table(given: object, where: str) -> _ServiceTable:
     unknown += [f"build.{key}" for key, value in (build or {}).items() if value and key not in _OF_THE_BUILDER]
     if table(service.deploy).get("replicas", 1) != 1:
         unknown.append("deploy.replicas")
+    unknown += [
+        f"cap_add.{each}" for each in service.cap_add or () if each.upper().removeprefix("CAP_") not in _CAPABILITIES
+    ]
     if unknown:
         raise ConfigError(f"{where}.{unknown[0]}: can't be honoured in a slot; remove it")
     return service
@@ -163,38 +187,43 @@ def _service(name: str, said: _ServiceTable, folder: Path, where: str, tables: M
     mode = values.filled(said.network_mode or "bridge", f"{where}.network_mode")
     if mode not in ({"bridge", "none", "default"} if len(tables) == 1 else {"bridge", "default"}):
         raise ConfigError(f"{where}.network_mode: {mode!r} can't be honoured in a slot; leave it out")
-    context, file = (None, None) if said.build is None else _build(said.build, folder, where)
+    build = said.build if isinstance(said.build, _ComposeBuild) else _ComposeBuild(context=said.build or ".")
+    context, file = (None, None) if said.build is None else _build(build, folder, where)
     image = None if file is not None or _FROM_HARNESS.fullmatch(said.image or "") else said.image
     workdir = values.filled(said.working_dir or "", f"{where}.working_dir")
     if workdir and not workdir.startswith("/"):
         raise ConfigError(f"{where}.working_dir: {workdir!r:.80} doesn't begin with /; write the whole path")
     resources = table(table(said.deploy).get("resources"))
     limits, reserved = table(resources.get("limits")), table(resources.get("reservations"))
-    build = said.build if isinstance(said.build, _ComposeBuild) else _ComposeBuild()
     platforms = [said.platform] if said.platform else build.platforms
     memory = values.number(said.mem_limit or limits.get("memory"), f"{where}.mem_limit")
     in_memory = values.number(said.shm_size, f"{where}.shm_size")
     shared = values.shared_sources(each.volumes or () for each in tables.values())
-    more = itertools.chain.from_iterable(values.networks(said.networks, f"{where}.networks").values())
+    networks = values.networks(said.networks, f"{where}.networks")
+    more = itertools.chain.from_iterable(networks.values())
     container = [] if said.container_name is None or "$" in said.container_name else [said.container_name]
     names = tuple(dict.fromkeys((name, *container, *more)))
-    if unfit := next((each for each in names if not _NAME.fullmatch(each)), None):
-        raise ConfigError(f"{where}: {unfit!r:.80} can't be the name of a slot; use letters, digits, -, _ and .")
+    hosts = values.extra_hosts(said.extra_hosts, f"{where}.extra_hosts")
+    if unfit := next((each for each in (*names, *hosts, *networks) if not _NAME.fullmatch(each)), None):
+        raise ConfigError(f"{where}: {unfit!r:.80} can't be the name of a host or network; use letters, digits and -")
     return Service(
         name=name,
         names=names,
         context=context,
         dockerfile=file,
+        arguments=values.environment(build.args, f"{where}.build.args"),
+        target=values.filled(build.target or "", f"{where}.build.target") or None,
         image=None if image is None else values.filled(image, f"{where}.image"),
         entrypoint=None if said.entrypoint is None else values.words(said.entrypoint, f"{where}.entrypoint"),
         command=values.words(said.command or "", f"{where}.command"),
         env={
             **values.env_files(said.env_file, folder, f"{where}.env_file"),
-            **values.environment(said.environment, where),
+            **values.environment(said.environment, f"{where}.environment"),
         },
         workdir=workdir or None,
         user=None if said.user is None else values.filled(str(said.user), f"{where}.user"),
         platforms=tuple(values.filled(each, f"{where}.platform") for each in platforms),
+        networks=tuple(networks),
         offline=mode == "none",
         memory_mib=None if memory is None else max(1, int(memory) >> 20),
         shm_mib=None if in_memory is None else max(1, int(in_memory) >> 20),
@@ -205,18 +234,19 @@ def _service(name: str, said: _ServiceTable, folder: Path, where: str, tables: M
         restart=values.restarts(said.restart, f"{where}.restart"),
         volumes=values.volumes(said.volumes or (), folder, f"{where}.volumes", shared),
         tmpfs=values.tmpfs(said.tmpfs, said.volumes or (), f"{where}.tmpfs"),
+        extra_hosts=hosts,
     )
 
 
-def _check_networks(path: Path, tables: Mapping[str, _ServiceTable]) -> None:
-    """Refuse services that are to be kept apart: all are on one network here."""
-    of = {name: {*values.networks(said.networks)} for name, said in tables.items()}
-    for one, other in itertools.combinations(of, 2):
-        if not of[one] & of[other]:
-            raise ConfigError(
-                f"{path}: {one} and {other} are on different networks, which can't be honoured: all services are on "
-                "one; put them on one, or leave the task out"
-            )
+def _without_proxy(service: Service, known: Sequence[str]) -> Service:
+    """A service whose programs ask the slot's proxy, which can't know them, neither for `extra_hosts` nor for others.
+
+    The slot's own variables name the others alone.
+    """
+    if not service.extra_hosts:
+        return service
+    hosts = ",".join(("localhost", "127.0.0.1", "::1", *known, *service.extra_hosts))
+    return replace(service, env={"NO_PROXY": hosts, "no_proxy": hosts, **service.env})
 
 
 def _check_logs(main: Service, path: Path) -> None:
@@ -234,9 +264,8 @@ def dockerfile_in(folder: Path, service: Service | None) -> Path:
     return (service and service.dockerfile) or folder / "Dockerfile"
 
 
-def _build(build: _ComposeBuild | str, folder: Path, where: str) -> tuple[Path | None, Path]:
+def _build(build: _ComposeBuild, folder: Path, where: str) -> tuple[Path | None, Path]:
     """The context and Dockerfile that `build` names, as seen from the compose file's folder."""
-    build = _ComposeBuild(context=build) if isinstance(build, str) else build
     context = folder if build.context.startswith("$") else folder / build.context
     if not context.resolve().is_relative_to(folder.resolve()):
         raise ConfigError(f"{where}.build.context: {build.context} is outside of {folder}; put it there")

@@ -1,4 +1,4 @@
-"""The values of a compose file that have forms of their own: commands, variables, sizes, times, health, volumes."""
+"""The values of a compose file that have forms of their own: commands, variables, sizes, health, volumes, hosts."""
 
 from __future__ import annotations
 
@@ -8,23 +8,32 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Literal, cast, get_args
 
 from atropos.errors import ConfigError
-from atropos.tasks.format.config import Healthcheck
+from atropos.tasks.format import health
 from atropos.tasks.format.files import read_text
 from atropos.tasks.format.service import Condition, ServiceVolume
+from atropos.wire import HealthConfig
 
 _VARIABLE = re.compile(r"\$\$|\$\{([A-Za-z_]\w*)(?::?-([^}]*)(?=\}))?[^}]*\}?|\$([A-Za-z_]\w*)")
 _OF_HARNESS = re.compile(r"\$\{?\w*(?:LOGS|_PATH\})")
 """A volume whose places the harness fills in: its logs."""
+_HARNESS = {
+    **dict.fromkeys(("TEST_DIR", "T_BENCH_TEST_DIR"), "/tests"),
+    "ENV_VERIFIER_LOGS_PATH": "/logs/verifier",
+    "ENV_AGENT_LOGS_PATH": "/logs/agent",
+    "ENV_ARTIFACTS_PATH": "/logs/artifacts",
+}
+"""Variables that a harness gives compose files: places in the agent's container."""
 _PLACES = re.compile(r"(?:((?:\$\{[^}]*\}|\$(?!\{)|[^:$])*):)?((?:\$\{[^}]*\}|\$(?!\{)|[^:$])*)")
 """The source and the target of a volume in its short form, where a colon within `${}` parts nothing."""
-_TIME = re.compile(r"(?:(\d+)h)?(?:(\d+)m(?!s))?(?:(\d*\.?\d+)s)?(?:(\d+)ms)?(?:(\d+)us)?")
-_TIMES = {"interval": 30.0, "timeout": 30.0, "start_period": 0.0, "start_interval": 5.0}
 _OPTIONS = {"rw", "ro", "z", "Z", "cached", "delegated", "consistent", "nocopy"}
 """Of a volume in its short form; but for `ro` they say what is so here, or nothing."""
+NOWHERE = "192.0.2.1"
+"""What a slot has for its host, which it can't reach: an address that is nobody's (RFC 5737)."""
 _TMPFS_OPTIONS = {"size", "mode", "rw", "exec", "noexec", "suid", "nosuid", "dev", "nodev", "noatime", "relatime"}
 """But for `mode` they bound what is bounded otherwise here, or say nothing."""
 
@@ -35,11 +44,16 @@ def table(value: object) -> dict[str, object]:
 
 
 def filled(text: str, where: str) -> str:
-    """A value with `${NAME:-default}` replaced by the default: nothing of this machine comes into a task."""
+    """A value with `${NAME:-default}` replaced by the default: nothing of this machine comes into a task.
+
+    But for places in the agent's container that a harness names.
+    """
 
     def one(match: re.Match[str]) -> str:
         if match[0] == "$$":
             return "$"
+        if (place := _HARNESS.get(match[1] or match[3])) is not None:
+            return place
         if match[2] is None or "$" in match[2]:
             raise ConfigError(f"{where}: {match[0]:.80} is not given to tasks; write the value, or a plain default")
         return match[2]
@@ -90,7 +104,7 @@ def _gpus_of(request: Mapping[str, object], where: str) -> int:
 
 
 def environment(value: Mapping[str, object] | Sequence[str] | None, where: str) -> dict[str, str]:
-    """Variables of the service; those that the harness itself fills in are left to it."""
+    """Variables of a service, or of its build; those that the harness itself fills in are left to it."""
     pairs: list[tuple[str, object]]
     if isinstance(value, Mapping):
         pairs = list(value.items())
@@ -99,10 +113,10 @@ def environment(value: Mapping[str, object] | Sequence[str] | None, where: str) 
     variables: dict[str, str] = {}
     for name, content in pairs:
         if content is None:
-            raise ConfigError(f"{where}.environment.{name}: takes the value of this machine; write the value")
+            raise ConfigError(f"{where}.{name}: takes the value of this machine; write the value")
         text = str(content).lower() if isinstance(content, bool) else str(content)
         if not text.startswith("${T_BENCH_"):
-            variables[name] = filled(text, f"{where}.environment.{name}")
+            variables[name] = filled(text, f"{where}.{name}")
     return variables
 
 
@@ -154,46 +168,20 @@ def words(value: str | Sequence[str], where: str) -> tuple[str, ...]:
         raise ConfigError(f"{where}: {value!r:.80}: {error}; write a list of words") from None
 
 
-def healthcheck(value: object, where: str) -> Healthcheck | None:
-    """A health check; None: there is none, or it is disabled."""
+def healthcheck(value: object, where: str) -> HealthConfig | None:
+    """What is said of a health check; None: nothing, so that the image's holds."""
     said = table(value)
-    test = said.get("test")
-    if not said or said.get("disable") is True or test in ("NONE", ["NONE"]):
+    if not said:
         return None
-    if isinstance(test, list):
-        kind, *rest = [str(word) for word in cast("list[object]", test)] or [""]
-        if kind == "CMD" and rest:
-            command = shlex.join(filled(word, where) for word in rest)
-        elif kind == "CMD-SHELL" and len(rest) == 1:
-            command = filled(rest[0], where)
-        else:
-            raise ConfigError(f"{where}.test: begins with {kind!r:.50}; write CMD and words, or CMD-SHELL and a line")
-    elif isinstance(test, str):
-        command = filled(test, where)
-    else:
-        raise ConfigError(f"{where}.test: is missing; write a command")
-    times = {name: _seconds(said.get(name, default), f"{where}.{name}") for name, default in _TIMES.items()}
-    retries = said.get("retries", 3)
-    if not isinstance(retries, int) or retries < 0:
-        raise ConfigError(f"{where}.retries: {retries!r:.50} is no number")
-    return Healthcheck(
-        command=command,
-        interval_sec=times["interval"] or _TIMES["interval"],
-        timeout_sec=times["timeout"] or _TIMES["timeout"],
-        start_period_sec=times["start_period"],
-        start_interval_sec=times["start_interval"],
-        retries=retries or 3,
-    )
-
-
-def _seconds(value: object, where: str) -> float:
-    if isinstance(value, int | float):
-        return float(value)
-    match = _TIME.fullmatch(str(value).strip())
-    if match is None or not any(match.groups()):
-        raise ConfigError(f"{where}: {value!r:.50} is no time; write one like 10s or 1m30s")
-    parts = [float(each or 0) for each in match.groups()]
-    return sum(part * unit for part, unit in zip(parts, (3600, 60, 1, 1e-3, 1e-6), strict=True))
+    test = said.get("test")
+    if said.get("disable") is True or test in ("NONE", ["NONE"]):
+        return HealthConfig(test=health.NONE)
+    given = ["CMD-SHELL", test] if isinstance(test, str) else test
+    words = [filled(str(word), where) for word in cast("list[object]", given)] if isinstance(given, list) else []
+    known = (words[:1] == ["CMD"] and len(words) > 1) or (words[:1] == ["CMD-SHELL"] and len(words) == 2)
+    if given is not None and not known:
+        raise ConfigError(f"{where}.test: {test!r:.80}: write CMD and words, or CMD-SHELL and a line")
+    return health.described(words, said, f"{where}.")
 
 
 def dependencies(value: object, names: Sequence[str], where: str) -> dict[str, Condition]:
@@ -320,6 +308,31 @@ def tmpfs(value: object, mounts: Sequence[object], where: str) -> dict[str, str]
         if not posixpath.normpath(target).strip("/") or not target.startswith("/") or not re.fullmatch("[0-7]+", mode):
             raise ConfigError(f"{where}: {target:.200}, mode {mode:.20}: write a whole path, and a mode like 1777")
     return folders
+
+
+def extra_hosts(value: object, where: str) -> dict[str, tuple[str, ...]]:
+    """The addresses of names that a service knows beside those of the others.
+
+    Raises:
+        ConfigError: one is no address.
+    """
+    pairs: list[tuple[str, object]] = [*table(value).items()]
+    for each in cast("list[object]", value) if isinstance(value, list) else ():
+        name, _, addresses = str(each).partition("=" if "=" in str(each) else ":")
+        pairs.append((name, addresses.split(",")))
+    found: dict[str, tuple[str, ...]] = {}
+    for name, said in pairs:
+        texts = [str(text) for text in cast("list[object]", said)] if isinstance(said, list) else [str(said)]
+        found[name] = (*found.get(name, ()), *(_address(text, f"{where}.{name}") for text in texts))
+    return found
+
+
+def _address(text: str, where: str) -> str:
+    address = filled(text, where).strip("[]")
+    try:
+        return NOWHERE if address == "host-gateway" else str(ip_address(address))
+    except ValueError:
+        raise ConfigError(f"{where}: {text!r:.80} is no address; write one, or host-gateway") from None
 
 
 def networks(value: object, where: str = "") -> dict[str, tuple[str, ...]]:

@@ -284,14 +284,11 @@ class TaskConfig(_Table):
         except ValueError:
             return False
 
-    def refusals(self) -> Iterator[str]:
-        """What no slot can honour, each as `field: reason; cure`."""
-        yield from self.environment.refusals("environment")
+    def services(self) -> Iterator[tuple[str, str]]:
+        """The fields that name a service, each with its value."""
         tables = [("", self.verifier, self.artifacts)]
         tables += [(f"steps.{index}.", step.verifier, step.artifacts) for index, step in enumerate(self.steps)]
         for table, verifier, artifacts in tables:
             for where, ones in (("verifier.collect", verifier.collect if verifier else ()), ("artifacts", artifacts)):
                 for index, one in enumerate(ones):
-                    if one.service != "main":
-                        wrong = f"{table}{where}.{index}.service: {one.service!r}"
-                        yield f"{wrong}: a task has the one service main; remove it"
+                    yield f"{table}{where}.{index}.service", one.service

@@ -6,32 +6,28 @@ here, as in the Dockerfile reference.
 
 from __future__ import annotations
 
-import posixpath
 import re
-import tarfile
-import zlib
-from dataclasses import dataclass, field, replace
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 from e2b_dockerfile_utils import (
     DockerfileAst,
     DockerfileHeredoc,
     DockerfileInstruction,
     DockerfileSyntaxError,
-    PatternMatcher,
-    ShellLex,
     chomp_heredoc_content,
-    parse_dockerfile_ast,
     parse_heredoc,
 )
 
-from atropos.archives import WholeTar
 from atropos.errors import ConfigError
 from atropos.images.manifests import is_for
+from atropos.tasks.format import health, instructions, tars
 from atropos.tasks.format.context import Context
 from atropos.tasks.format.files import read_text
 from atropos.tasks.format.recipe import (
-    PATH,
     BuildInputs,
     Copy,
     Download,
@@ -40,78 +36,56 @@ from atropos.tasks.format.recipe import (
     Recipe,
     Run,
     Stage,
-    Step,
     StepSettings,
     copies,
     file_name,
 )
+from atropos.tasks.format.words import Building, Words
 
-_SHELL = ("/bin/sh", "-c")
 _PROGRAMS = "/.heredocs"
 """Where a here-document lies that is a program; /dev/pipes with BuildKit."""
-_SYMBOLIC = re.compile(r"[ugoa]*([-+=]([ugo]+|[rwxXst]*))+(,[ugoa]*([-+=]([ugo]+|[rwxXst]*))+)*")
 
 
-def parse(path: Path, context: Path, images: BuildInputs) -> Recipe:
+def parse(
+    path: Path,
+    context: Path,
+    images: BuildInputs,
+    arguments: Mapping[str, str] = MappingProxyType({}),
+    target: str | None = None,
+) -> Recipe:
     """Read a Dockerfile.
 
     Args:
         path: the file.
         context: the folder that it copies from.
         images: what is known of the images of its FROMs, and what it is built for.
+        arguments: values of its ARGs in the place of their defaults.
+        target: the stage that is meant, by name or number; None: the last one.
 
     Raises:
         ConfigError: an instruction that a slot can't honour, or one that can't be read; names file and line.
     """
     try:
-        ast = parse_dockerfile_ast(read_text(path, "write it, or name an image"))
+        ast = instructions.read(read_text(path, "write it, or name an image"))
     except DockerfileSyntaxError as error:
         message = str(error).partition(": ")[2]
         raise ConfigError(f"{path}:{error.line or 1}: {message}; see the Dockerfile reference") from None
-    return _Reader(path, context, ast, images).read()
+    return _Reader(path, context, ast, images, arguments).read(target)
 
 
-def _platform_arguments(architecture: str) -> dict[str, str]:
-    """BuildKit's arguments of where a build runs and what it is for, which is one machine here."""
-    values = {"PLATFORM": f"linux/{architecture}", "OS": "linux", "ARCH": architecture, "VARIANT": ""}
-    return {f"{side}{key}": value for side in ("TARGET", "BUILD") for key, value in values.items()}
-
-
-@dataclass
-class _Building:
-    """A stage while its instructions are read."""
-
-    index: int
-    image: str
-    settings: StepSettings
-    name: str = ""
-    steps: list[Step] = field(default_factory=list[Step])
-    volumes: list[Folder] = field(default_factory=list[Folder])
-    """What a container of it finds made, and its build doesn't."""
-    arguments: dict[str, str] = field(default_factory=dict[str, str])
-    """Of ARG: as with BuildKit, over an ENV of the same name that came before."""
-    shell: tuple[str, ...] = _SHELL
-    own_cmd: bool = False
-    """Whether it has a CMD, which its ENTRYPOINT then leaves."""
-    onbuild: tuple[str, ...] = ()
-    """Instructions for a stage that starts from this one."""
-
-    def done(self) -> Stage:
-        return Stage(self.index, self.image, tuple(self.steps))
-
-
-class _Reader:
+class _Reader(Words):
     """Reads one Dockerfile, instruction by instruction."""
 
-    def __init__(self, path: Path, context: Path, ast: DockerfileAst, images: BuildInputs) -> None:
-        self.path, self.context, self.ast, self.images = path, context, ast, images
+    def __init__(
+        self, path: Path, context: Path, ast: DockerfileAst, images: BuildInputs, arguments: Mapping[str, str]
+    ) -> None:
+        super().__init__(str(path), ast.escape_token, images.architecture)
+        self.path, self.context, self.ast, self.images, self.arguments = path, context, ast, images, arguments
         self.copied: dict[str, int] = {}
         """BuildInputs that files are copied from, each with a negative number in place of a stage's."""
-        self.globals = _platform_arguments(images.architecture)
-        self.stages: list[_Building] = []
-        self.where = str(path)
+        self.stages: list[Building] = []
 
-    def read(self) -> Recipe:
+    def read(self, target: str | None) -> Recipe:
         for instruction in self.ast.instructions:
             self.where = f"{self.path}:{instruction.start_line}: {instruction.name}"
             if instruction.name == "FROM":
@@ -124,9 +98,20 @@ class _Reader:
                 self._instruction(instruction)
         if not self.stages:
             raise ConfigError(f"{self.path}: no FROM; begin with one, or replace the Dockerfile by setup.sh")
-        self.stages[-1].steps += self.stages[-1].volumes
-        last = self.stages[-1].done()
-        return Recipe(last.image, self.stages[-1].settings, last.steps, self._needed(last), self.path)
+        chosen = self._chosen(target)
+        chosen.steps += chosen.volumes
+        last = chosen.done()
+        return Recipe(last.image, chosen.settings, last.steps, self._needed(last), self.path)
+
+    def _chosen(self, target: str | None) -> Building:
+        """The stage that is meant."""
+        if target is None:
+            return self.stages[-1]
+        number = int(target) if target.isdecimal() else len(self.stages)
+        chosen = self._stage(target) or (self.stages[number] if number < len(self.stages) else None)
+        if chosen is None:
+            raise ConfigError(f"{self.path}: has no stage {target!r:.80}, which its build is to stop at; name another")
+        return chosen
 
     def _instruction(self, instruction: DockerfileInstruction) -> None:
         getattr(self, f"_{instruction.name.lower()}")(instruction, self.stages[-1])
@@ -143,31 +128,6 @@ class _Reader:
                     stages[copy.stage] = known[copy.stage]
                     waiting.append(known[copy.stage])
         return tuple(stages[index] for index in sorted(stages))
-
-    # ------------------------------------------------------------------------------------------------------ words
-
-    def _refusal(self, what: str) -> ConfigError:
-        return ConfigError(f"{self.where} {what}".replace("\n", " "))
-
-    def _word(self, word: str, stage: _Building | None = None, escape: str | None = None, **keep: bool) -> str:
-        """A word with its variables replaced and its quotes removed; `keep`: what `ShellLex` is to leave as it is."""
-        known = self.globals if stage is None else {"PATH": PATH, **stage.settings.env, **stage.arguments}
-        try:
-            return ShellLex(escape or self.ast.escape_token, env=known, skip_unset_env=False, **keep).process_word(word)
-        except ValueError as error:
-            raise self._refusal(f"{word}: {error}") from None
-
-    def _flags(self, instruction: DockerfileInstruction, known: dict[str, str]) -> dict[str, list[str]]:
-        """Flags by name. `known`: the cure for each flag that can't be honoured; the empty text: it can."""
-        flags: dict[str, list[str]] = {}
-        for flag in instruction.flags:
-            name, _, value = flag.removeprefix("--").partition("=")
-            if name not in known:
-                raise self._refusal(f"--{name} is not a flag of this instruction that a slot knows; remove it")
-            if known[name]:
-                raise self._refusal(f"--{name} can't be honoured in a slot: {known[name]}")
-            flags.setdefault(name, []).append(value)
-        return flags
 
     # ----------------------------------------------------------------------------------------------- instructions
 
@@ -186,8 +146,8 @@ class _Reader:
         if parent is None:
             settings = self.images.settings.get(words[0], StepSettings())
             triggers = settings.onbuild
-            plain = replace(settings, onbuild=(), shell=())
-            self.stages.append(_Building(index, words[0], plain, name, shell=settings.shell or _SHELL))
+            volumes = [Folder(path) for path in settings.volumes]
+            self.stages.append(Building(index, words[0], replace(settings, onbuild=()), name, volumes=volumes))
         else:
             triggers = parent.onbuild
             self.stages.append(
@@ -207,47 +167,45 @@ class _Reader:
             for triggered in self._triggered(text):
                 self._instruction(triggered)
 
-    def _stage(self, name: str) -> _Building | None:
+    def _stage(self, name: str) -> Building | None:
         return next((stage for stage in reversed(self.stages) if stage.name and stage.name == name.lower()), None)
 
-    def _arg(self, instruction: DockerfileInstruction, stage: _Building | None) -> None:
+    def _arg(self, instruction: DockerfileInstruction, stage: Building | None) -> None:
         into = self.globals if stage is None else stage.arguments
         for word in instruction.args:
             name, equals, value = word.partition("=")
-            if equals:
+            if name in self.arguments:
+                into[name] = self.arguments[name]
+            elif equals:
                 into[name] = self._word(value, stage)
             elif name in self.globals:
                 into[name] = self.globals[name]
 
-    def _env(self, instruction: DockerfileInstruction, stage: _Building) -> None:
+    def _env(self, instruction: DockerfileInstruction, stage: Building) -> None:
         pairs = zip(instruction.args[::3], instruction.args[1::3], strict=True)
         added = {self._word(name, stage): self._word(value, stage) for name, value in pairs}
         stage.settings = replace(stage.settings, env={**stage.settings.env, **added})
         stage.arguments = {name: value for name, value in stage.arguments.items() if name not in added}
 
-    def _workdir(self, instruction: DockerfileInstruction, stage: _Building) -> None:
+    def _workdir(self, instruction: DockerfileInstruction, stage: Building) -> None:
         folder = self._word(self._one(instruction), stage)
-        path = _path(stage, folder)
+        path = stage.path(folder)
         stage.settings = replace(stage.settings, workdir=path)
         stage.steps.append(Folder(path, stage.settings.user))
 
-    def _user(self, instruction: DockerfileInstruction, stage: _Building) -> None:
+    def _user(self, instruction: DockerfileInstruction, stage: Building) -> None:
         stage.settings = replace(stage.settings, user=self._word(self._one(instruction), stage))
 
-    def _one(self, instruction: DockerfileInstruction) -> str:
-        if len(instruction.args) != 1:
-            raise self._refusal("needs exactly one value")
-        return instruction.args[0]
-
-    def _shell(self, instruction: DockerfileInstruction, stage: _Building) -> None:
+    def _shell(self, instruction: DockerfileInstruction, stage: Building) -> None:
         if not instruction.json or not instruction.args:
             raise self._refusal('needs the JSON form: SHELL ["/bin/bash", "-c"]')
-        stage.shell = tuple(instruction.args)
+        stage.settings = replace(stage.settings, shell=tuple(instruction.args))
 
-    def _run(self, instruction: DockerfileInstruction, stage: _Building) -> None:
+    def _run(self, instruction: DockerfileInstruction, stage: Building) -> None:
         flags = self._flags(instruction, {"mount": "", "network": "", "security": "slots have no privileged mode"})
-        if set(flags.get("network", ())) - {"default"}:
-            raise self._refusal("--network can't be honoured in a slot: remove it")
+        network = flags.get("network", ["default"])[-1]
+        if network not in {"default", "none"}:
+            raise self._refusal(f"--network={network} can't be honoured in a slot: remove it")
         settings = replace(stage.settings, env={**stage.settings.env, **stage.arguments})
         mounts = [mount for text in flags.get("mount", ()) if (mount := self._mount(text, stage)) is not None]
         if instruction.json:
@@ -260,10 +218,10 @@ class _Reader:
                 mounts.append(Mount(_PROGRAMS, content))
                 command = (f"{_PROGRAMS}/{name}",)
             else:
-                command = (*stage.shell, script)
+                command = (*stage.settings.shell, script)
         if not command:
             raise self._refusal("needs a command")
-        stage.steps.append(Run(command, settings, tuple(mounts)))
+        stage.steps.append(Run(command, settings, tuple(mounts), offline=network == "none"))
 
     def _script(self, instruction: DockerfileInstruction) -> str:
         """The shell form's text, its here-documents included."""
@@ -281,7 +239,7 @@ class _Reader:
         alone = len(instruction.heredocs) == 1 and parse_heredoc(instruction.args[0]) is not None
         return alone and instruction.heredocs[0].content.startswith("#!")
 
-    def _mount(self, text: str, stage: _Building) -> Mount | None:
+    def _mount(self, text: str, stage: Building) -> Mount | None:
         """None: there is nothing to show, as in a build that is given no secrets."""
         options: dict[str, str] = {}
         for part in text.split(","):
@@ -293,7 +251,7 @@ class _Reader:
             return None
         if kind not in {"bind", "cache", "tmpfs"} or target is None:
             raise self._refusal(f"--mount={text} can't be honoured in a slot: use COPY, or type=cache, tmpfs or bind")
-        target = _path(stage, target)
+        target = stage.path(target)
         if target == "/":
             raise self._refusal(f"--mount={text} can't be honoured in a slot: name a folder below /")
         if kind == "bind" or "from" in options:
@@ -304,16 +262,12 @@ class _Reader:
             owner = int(options.get("uid") or 0), int(options.get("gid") or 0)
         except ValueError:
             raise self._refusal(f"--mount={text}: mode, uid and gid are numbers") from None
-        return Mount(target, mode=mode, owner=owner)
+        return Mount(target, mode=mode, owner=owner, cache=(options.get("id") or target) if kind == "cache" else "")
 
-    def _copy(self, instruction: DockerfileInstruction, stage: _Building) -> None:
+    def _copy(self, instruction: DockerfileInstruction, stage: Building) -> None:
         known: dict[str, str] = dict.fromkeys(("from", "chown", "chmod", "link", "exclude", "parents"), "")
         flags = self._flags(instruction, known)
         source = self._word(flags["from"][-1], stage) if "from" in flags else None
-        if source is not None and self._switch(flags, "parents", default=False):
-            raise self._refusal(
-                "--parents of a stage can't be honoured in a slot: name each folder in a COPY of its own"
-            )
         stage.steps.append(self._copied(instruction, stage, flags, self._from_stage(source)))
 
     def _from_stage(self, name: str | None) -> int | None:
@@ -328,7 +282,7 @@ class _Reader:
         return index
 
     def _copied(
-        self, instruction: DockerfileInstruction, stage: _Building, flags: dict[str, list[str]], source: int | None
+        self, instruction: DockerfileInstruction, stage: Building, flags: dict[str, list[str]], source: int | None
     ) -> Copy:
         words = [self._word(word, stage) for word in instruction.args]
         if len(words) < 2:
@@ -347,8 +301,10 @@ class _Reader:
         destination = words[-1]
         if files and source is not None:
             raise self._refusal("--from takes no here-document: give that a COPY of its own")
-        target = _path(stage, destination)
+        target = stage.path(destination)
         parents = self._switch(flags, "parents", default=False)
+        if parents and source is not None and any("**" in each for each in sources):
+            raise self._refusal("--parents of a stage takes no ** here: name the folders, or use *")
         if destination.endswith(("/", "/.")) or destination == "." or len(words) > 2 or parents:
             target = target.rstrip("/") + "/"
         return Copy(
@@ -362,51 +318,14 @@ class _Reader:
             parents=parents,
         )
 
-    def _exclude(self, flags: dict[str, list[str]]) -> tuple[str, ...]:
-        patterns = flags.get("exclude", [])
-        try:
-            PatternMatcher(patterns)
-        except ValueError as error:
-            raise self._refusal(f"--exclude: {error}") from None
-        return tuple(patterns)
-
-    def _inside(self, source: str) -> str:
-        """A source as it is named from its context or stage."""
-        inside = source.lstrip("/") or "."
-        if ".." in source.split("/"):  # the name decides, as with Docker, whatever is a link
-            inside = posixpath.normpath(inside)
-        if inside.split("/")[0] == "..":
-            raise self._refusal(f"{source} leads out of environment/; keep the build context's files there")
-        return inside
-
-    def _switch(self, flags: dict[str, list[str]], name: str, *, default: bool) -> bool:
-        """A flag that is true by its name alone."""
-        if name not in flags:
-            return default
-        value = flags[name][-1].lower()
-        if value not in {"", "true", "false", "1", "0"}:
-            raise self._refusal(f"--{name}={value}: write true or false")
-        return value not in {"false", "0"}
-
-    def _mode(self, flags: dict[str, list[str]], stage: _Building) -> int | str | None:
-        """--chmod: a number, or words that chmod knows."""
-        if "chmod" not in flags:
-            return None
-        mode = self._word(flags["chmod"][-1], stage)
-        if re.fullmatch(r"[0-7]{3,5}", mode):
-            return int(mode, 8)
-        if not _SYMBOLIC.fullmatch(mode):
-            raise self._refusal(f"--chmod={mode}: is no mode; write one like 755 or u=rwX,go=rX")
-        return mode
-
-    def _filled(self, document: DockerfileHeredoc, stage: _Building) -> str:
+    def _filled(self, document: DockerfileHeredoc, stage: Building) -> str:
         text = _content(document)
         if not document.expand:
             return text
         # as BuildKit has it: a backslash is gone, whatever it stands before and whatever `# escape` says
         return self._word(text, stage, escape="\\", skip_process_quotes=True)
 
-    def _add(self, instruction: DockerfileInstruction, stage: _Building) -> None:
+    def _add(self, instruction: DockerfileInstruction, stage: Building) -> None:
         known = dict.fromkeys(("chown", "chmod", "link", "exclude", "checksum", "unpack"), "")
         flags = self._flags(instruction, {**known, "keep-git-dir": "clone with RUN"})
         sources = [self._word(word, stage) for word in instruction.args[:-1]]
@@ -421,21 +340,20 @@ class _Reader:
         context = Context.of(self.context, self.path)
         named = [name for source in copy.sources for name in context.matching(source, copy.exclude)]
         unpacks = self._switch(flags, "unpack", default=True)
-        archives = [name for name in named if unpacks and _is_archive(self.context / name)]
+        zstd = next((name for name in named if unpacks and tars.is_zstd(self.context / name)), None)
+        if zstd is not None and shutil.which("zstd") is None:
+            raise self._refusal(f"{zstd}: is packed with zstd, a program that is missing here; install it, or use gzip")
+        archives = [name for name in named if unpacks and tars.is_archive(self.context / name)]
         rest = tuple(name for name in named if name not in archives)
-        zstd = next((name for name in rest if unpacks and name.endswith((".tar.zst", ".tzst"))), None)
-        if zstd:
-            raise self._refusal(f"{zstd}: an archive packed with zstd can't be unpacked here; pack it with gzip or xz")
         if archives:
             stage.steps.append(replace(copy, sources=tuple(archives), files=(), unpack=True))
         if rest or copy.files:
             stage.steps.append(replace(copy, sources=rest))
 
     def _download(
-        self, instruction: DockerfileInstruction, stage: _Building, flags: dict[str, list[str]], sources: list[str]
+        self, instruction: DockerfileInstruction, stage: Building, flags: dict[str, list[str]], sources: list[str]
     ) -> None:
-        if self._switch(flags, "unpack", default=False):
-            raise self._refusal("--unpack of an address can't be honoured in a slot: unpack it with RUN")
+        unpack = self._switch(flags, "unpack", default=False)
         if len(sources) != 1:
             raise self._refusal("of several sources with an address among them: give each its own ADD")
         address, target = sources[0], self._word(instruction.args[-1], stage)
@@ -443,7 +361,7 @@ class _Reader:
             name = file_name(address)
         except ValueError as error:
             raise self._refusal(f"{address}: {error}") from None
-        if target.endswith("/"):
+        if target.endswith("/") and not unpack:
             if not name:
                 raise self._refusal(f"{address} ends in no name for the file; name it in the target")
             target += name
@@ -454,13 +372,13 @@ class _Reader:
         if isinstance(mode, str):
             raise self._refusal(f"--chmod={mode}: a download has no mode to change; write digits")
         owner = self._word(flags["chown"][-1], stage) if "chown" in flags else None
-        path = _path(stage, target)
-        stage.steps.append(Download(address, path, checksum, 0o600 if mode is None else mode, owner))
+        path = stage.path(target) + ("/" if target.endswith("/") else "")
+        stage.steps.append(Download(address, path, checksum, 0o600 if mode is None else mode, owner, unpack))
 
-    def _volume(self, instruction: DockerfileInstruction, stage: _Building) -> None:
+    def _volume(self, instruction: DockerfileInstruction, stage: Building) -> None:
         stage.volumes += [Folder(self._word(word, stage)) for word in instruction.args]
 
-    def _for_containers(self, instruction: DockerfileInstruction, stage: _Building) -> None:
+    def _for_containers(self, instruction: DockerfileInstruction, stage: Building) -> None:
         """What only a container's start reads: a slot is entered by commands, so it is checked and has no effect."""
         if instruction.name in {"STOPSIGNAL", "MAINTAINER"}:
             self._one(instruction)
@@ -468,51 +386,47 @@ class _Reader:
             for word in instruction.args:
                 self._word(word, stage)
 
-    _healthcheck = _stopsignal = _expose = _label = _maintainer = _for_containers
+    _stopsignal = _expose = _label = _maintainer = _for_containers
 
-    def _entrypoint(self, instruction: DockerfileInstruction, stage: _Building) -> None:
+    def _healthcheck(self, instruction: DockerfileInstruction, stage: Building) -> None:
+        known: dict[str, str] = dict.fromkeys((*(name.replace("_", "-") for name in health.TIMES), "retries"), "")
+        said = {name.replace("-", "_"): values[-1] for name, values in self._flags(instruction, known).items()}
+        kind, *words = instruction.args or [""]
+        kind = kind.upper()
+        if kind == "CMD" and words:
+            kind = "CMD" if instruction.json else "CMD-SHELL"
+        elif (kind, *words) != health.NONE:
+            raise self._refusal("needs CMD and a command, or NONE")
+        described = health.described((kind, *words), said, f"{self.where} --")
+        stage.settings = replace(stage.settings, healthcheck=described)
+
+    def _entrypoint(self, instruction: DockerfileInstruction, stage: Building) -> None:
         cmd = stage.settings.cmd if stage.own_cmd else ()
         stage.settings = replace(stage.settings, entrypoint=self._started(instruction, stage), cmd=cmd)
 
-    def _cmd(self, instruction: DockerfileInstruction, stage: _Building) -> None:
+    def _cmd(self, instruction: DockerfileInstruction, stage: Building) -> None:
         stage.settings, stage.own_cmd = replace(stage.settings, cmd=self._started(instruction, stage)), True
 
     @staticmethod
-    def _started(instruction: DockerfileInstruction, stage: _Building) -> tuple[str, ...]:
-        words = instruction.args if instruction.json or not instruction.args else (*stage.shell, instruction.args[0])
-        return tuple(words)
+    def _started(instruction: DockerfileInstruction, stage: Building) -> tuple[str, ...]:
+        words = tuple(instruction.args)
+        return words if instruction.json or not words else (*stage.settings.shell, words[0])
 
-    def _onbuild(self, instruction: DockerfileInstruction, stage: _Building) -> None:
-        text = instruction.original.split(maxsplit=1)[-1]
+    def _onbuild(self, instruction: DockerfileInstruction, stage: Building) -> None:
+        text = instructions.trigger(instruction)
         self._triggered(text)
         stage.onbuild = (*stage.onbuild, text)
 
     def _triggered(self, text: str) -> list[DockerfileInstruction]:
         """What an ONBUILD holds for the stages that start from its own."""
         try:
-            instructions = parse_dockerfile_ast(text).instructions
+            found = instructions.read(text).instructions
         except DockerfileSyntaxError as error:
             raise self._refusal(f"ONBUILD {text}: {error}") from None
-        if {one.name for one in instructions} & {"ONBUILD", "FROM", "MAINTAINER"}:
+        if {one.name for one in found} & {"ONBUILD", "FROM", "MAINTAINER"}:
             raise self._refusal(f"ONBUILD {text}: is no instruction for a later build; remove it")
-        return instructions
-
-
-def _path(stage: _Building, name: str) -> str:
-    """A path in a stage, by its name from the working directory on."""
-    path = posixpath.normpath(posixpath.join(stage.settings.workdir, name))
-    return f"/{path.lstrip('/')}"  # POSIX has two slashes at the beginning mean something else than one
+        return found
 
 
 def _content(document: DockerfileHeredoc) -> str:
     return chomp_heredoc_content(document.content) if document.chomp else document.content
-
-
-def _is_archive(path: Path) -> bool:
-    if not path.is_file():
-        return False
-    try:
-        with tarfile.open(path, tarinfo=WholeTar) as archive:
-            return archive.next() is not None  # as with Docker: a disk image that begins with zeros is none
-    except (tarfile.TarError, EOFError, zlib.error):
-        return False

@@ -125,7 +125,7 @@ def read_config(path: Path) -> TaskConfig:
         config = TaskConfig.model_validate(raw)
     except ValidationError as error:
         raise ConfigError(explained(path, error)) from None
-    refused = next(config.refusals(), None)
+    refused = next(config.environment.refusals("environment"), None)
     if refused is not None:
         raise ConfigError(f"{path}: {refused}")
     return config

@@ -11,9 +11,10 @@ from atropos.errors import ConfigError
 from atropos.tasks.format import machines
 from atropos.tasks.format.beside import services_of
 from atropos.tasks.format.compose import dockerfile_in, read_compose, read_only_service
-from atropos.tasks.format.config import AgentSection, EnvironmentSection, StepSection
+from atropos.tasks.format.config import AgentSection, EnvironmentSection, StepSection, TaskConfig
 from atropos.tasks.format.files import check_script, read_config, read_instruction
 from atropos.tasks.format.recipe import BuildInputs
+from atropos.tasks.format.service import MAIN, Service
 from atropos.tasks.format.task import VARIABLE, Build, Make, Task, first_recipe
 
 
@@ -33,6 +34,10 @@ def load_harbor_task(root: Path, variables: Mapping[str, str], builder: Build, i
     environment = root / "environment"
     if not environment.is_dir() and config.environment.docker_image is None:
         raise ConfigError(f"{environment}: is missing; put the workspace's files there (it may be empty)")
+    own = config.environment
+    has_dockerfile = (environment / "Dockerfile").is_file()
+    service = read_compose(environment, made=has_dockerfile or own.docker_image is not None)
+    _check_services(config, service, root / "task.toml")
     tests = root / "tests"
     conversation = (root if not config.steps else root / "steps" / config.steps[0].name) / "trajectory.json"
     if conversation.exists():
@@ -44,8 +49,6 @@ def load_harbor_task(root: Path, variables: Mapping[str, str], builder: Build, i
         instruction = read_instruction(root / "instruction.md")
     else:
         instruction = "\n\n".join(read_instruction(root / "steps" / s.name / "instruction.md") for s in config.steps)
-    service = read_compose(environment)
-    own = config.environment
     config = config.model_copy(update={"environment": machines.with_compose(service, own)})
     made = config.environment.docker_image is not None or dockerfile_in(environment, service).is_file()
     if service is not None and service.beside and not made:
@@ -171,6 +174,14 @@ def _machine_of(
         unbuildable=unbuildable,
         make=make,
     )
+
+
+def _check_services(config: TaskConfig, service: Service | None, path: Path) -> None:
+    """Refuse what is to come from a service that isn't there."""
+    known = (MAIN, *(each.name for each in (service.beside if service is not None else ())))
+    for field, name in config.services():
+        if name not in known:
+            raise ConfigError(f"{path}: {field}: {name!r} is no service of the task; it has {', '.join(known)}")
 
 
 def _check_variables(task: Task, place: str = "") -> None:

@@ -55,10 +55,11 @@ def machine(
     asked = service is not None and service.dockerfile is not None and wants.docker_image is None
     built = image is None and (asked or own.is_file())
     if built:
-        recipe = dockerfile.parse(own, folder, images)
+        build = service or Service()
+        recipe = dockerfile.parse(own, folder, images, build.arguments, build.target)
     else:
         start = StepSettings(DEFAULT_WORKDIR) if image is None else images.settings.get(image, StepSettings())
-        recipe = Recipe(image, start, ())
+        recipe = Recipe(image, start, tuple(Folder(path) for path in start.volumes))
     if service is not None:
         recipe = service.applied(recipe)
     if wants.workdir:

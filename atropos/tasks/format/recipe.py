@@ -9,11 +9,15 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from atropos.images.manifests import MACHINE
+from atropos.wire import HealthConfig
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 """Of an image that sets none."""
 DEFAULT_WORKDIR = "/workspace"
 """Working directory of a task that has no Dockerfile."""
+SHELL = ("/bin/sh", "-c")
+CACHES = "/.cache-mounts"
+"""Where a stage keeps what is in cache mounts between its commands."""
 ROOT = frozenset({"", "0", "root", "0:0", "root:root"})
 """How root is written where a user is named."""
 
@@ -28,7 +32,9 @@ class StepSettings:
         entrypoint: what a container would start with; nothing of the build.
         cmd: of an image: what that starts where nobody says another thing.
         command: of a compose file: what it starts instead; empty: of the agent's own machine what waits, else `cmd`.
-        shell: of an image: what the shell form of RUN begins with; empty: `/bin/sh -c`.
+        shell: what the shell form of RUN, and of a health check, begins with.
+        healthcheck: by what a container of it is known to be healthy.
+        volumes: of an image: folders that a container of it finds made.
     """
 
     workdir: str = "/"
@@ -38,7 +44,9 @@ class StepSettings:
     entrypoint: tuple[str, ...] = ()
     cmd: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
-    shell: tuple[str, ...] = ()
+    shell: tuple[str, ...] = SHELL
+    healthcheck: HealthConfig | None = None
+    volumes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.user in ROOT:
@@ -103,24 +111,27 @@ class Mount:
 
     Attributes:
         target: absolute.
-        content: the files of a bind mount, copied to `target`; None: an empty folder.
-        mode: of the empty folder; None: a tmpfs, which has that of the folder that it covers.
-        owner: of the empty folder, in numbers.
+        content: the files of a bind mount, copied to `target`; None: a folder.
+        mode: of an empty folder; None: a tmpfs, which has that of the folder that it covers.
+        owner: of an empty folder, in numbers.
+        cache: by which name later commands of the stage find what is in it; empty: they don't.
     """
 
     target: str
     content: Copy | None = None
     mode: int | None = 0o755
     owner: tuple[int, int] = (0, 0)
+    cache: str = ""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A command of the build: a program and its arguments."""
+    """A command of the build: a program and its arguments; `offline`: without a network."""
 
     command: tuple[str, ...]
     settings: StepSettings = StepSettings()
     mounts: tuple[Mount, ...] = ()
+    offline: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,6 +141,7 @@ class Download:
     Attributes:
         target: as `Copy`'s.
         checksum: SHA-256 that the content must have.
+        unpack: it may be an archive, whose members go into the target.
     """
 
     address: str
@@ -137,6 +149,7 @@ class Download:
     checksum: str | None = None
     mode: int = 0o600
     owner: str | None = None
+    unpack: bool = False
 
 
 def file_name(address: str) -> str:

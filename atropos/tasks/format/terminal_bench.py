@@ -43,7 +43,7 @@ def load_terminal_bench(root: Path, builder: Build, images: BuildInputs) -> Task
     if (root / "solution.yaml").is_file() and not (root / "solution.sh").is_file():
         raise ConfigError(f"{root / 'solution.yaml'}: keystrokes can't be honoured; write solution.sh")
     check_script(root / "run-tests.sh")
-    service = read_compose(root)
+    service = read_compose(root, made=False)
     context = (service and service.context) or root
     make = partial(_recipe, context, service)
     config = TaskConfig(
@@ -98,7 +98,8 @@ def _recipe(root: Path, service: Service | None, images: BuildInputs, *, prebuil
         service.check_platform(root, images.architecture)
     file = dockerfile_in(root, service)
     if file.is_file():
-        recipe = dockerfile.parse(file, root, images)
+        build = service or Service()
+        recipe = dockerfile.parse(file, root, images, build.arguments, build.target)
     elif service is not None and service.image is not None:
         recipe = Recipe(service.image, images.settings.get(service.image, StepSettings("/app")), ())
     else:

@@ -27,15 +27,14 @@ _turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKe
 
 
 @contextlib.asynccontextmanager
-async def taken_along(slot: Slot, wanted: Sequence[tuple[str, Sequence[str]]]) -> AsyncGenerator[Carried]:
+async def taken_along(wanted: Sequence[tuple[Slot, str, Sequence[str]]]) -> AsyncGenerator[Carried]:
     """Copies of files and folders, on this machine until the end of the body.
 
     Where they are large, this waits for trajectories that have some here, which may wait for a slot; not for ever,
     since who waits here may hold the room that they wait for.
 
     Args:
-        slot: where they are.
-        wanted: paths, with patterns of what is left out.
+        wanted: where each is, its path, and patterns of what is left out.
 
     Raises:
         VerifierFailed: they are too large together, or one can't be read.
@@ -43,23 +42,23 @@ async def taken_along(slot: Slot, wanted: Sequence[tuple[str, Sequence[str]]]) -
     """
     async with contextlib.AsyncExitStack() as stack:
         try:
-            carried = await _carry(stack, slot, wanted, SMALL_BYTES)
+            carried = await _carry(stack, wanted, SMALL_BYTES)
         except TooLarge:
             loop = asyncio.get_running_loop()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(TURN_S):
                     await stack.enter_async_context(_turns.setdefault(loop, asyncio.Semaphore(AT_ONCE)))
-            carried = await _carry(stack, slot, wanted, MAX_BYTES)
+            carried = await _carry(stack, wanted, MAX_BYTES)
         yield carried
 
 
 async def _carry(
-    stack: contextlib.AsyncExitStack, slot: Slot, wanted: Sequence[tuple[str, Sequence[str]]], left: int
+    stack: contextlib.AsyncExitStack, wanted: Sequence[tuple[Slot, str, Sequence[str]]], left: int
 ) -> Carried:
     carried: Carried = []
     with contextlib.ExitStack() as made:
         folder = Path(made.enter_context(tempfile.TemporaryDirectory(prefix="atropos-artifacts-")))
-        for number, (path, exclude) in enumerate(wanted):
+        for number, (slot, path, exclude) in enumerate(wanted):
             artifact = await carry_out(slot, path, folder / str(number), exclude, max_bytes=max(1, left))
             left -= 0 if artifact is None else artifact.content.stat().st_size
             carried.append((path, artifact))

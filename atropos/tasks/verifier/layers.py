@@ -50,10 +50,10 @@ class VerifierLayers:
         else:
             await images.prepare_when_up(source)
         async with images.pool.lease("verifier-layer", image=source) as slot:
-            [(_, archive)] = await pack_files(slot, ("/",))
-        with archive:
+            [packed] = await pack_files(slot, ("/",))
+        with packed.archive:
             try:
-                await asyncio.to_thread(_write_layer, archive, to)
+                await asyncio.to_thread(_write_layer, packed.archive, to)
             except tarfile.TarError as error:
                 raise ImageUnavailable(f"image {source}: its files could not be read: {error}") from error
         return to

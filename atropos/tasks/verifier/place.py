@@ -10,8 +10,11 @@ from dataclasses import dataclass, replace
 from atropos.errors import NotSupported
 from atropos.slots import Slot
 from atropos.slots.slot.profile import PLAIN
+from atropos.slots.slot.results import ExecResult
 from atropos.tasks.builder.accounts import profile_of
 from atropos.tasks.errors import TaskBroken
+from atropos.tasks.format.config import Collect
+from atropos.tasks.format.service import MAIN
 from atropos.tasks.format.task import Task
 from atropos.tasks.verifier.artifacts import Carried, put_down, taken_along
 from atropos.tasks.verifier.elsewhere import PACKAGES, bring
@@ -52,12 +55,15 @@ async def place(
     if chosen == "view":
         return slot, await _open_view(slot, task, keep)
     if chosen == "shared":
+        await _collect_beside(slot, task)
         return slot, Surroundings(company=await end_processes(slot, task, keep))
     if fresh is None:
         raise ValueError("a separate verifier needs `fresh`")
     await slot.quiesce()
-    await bring(slot, [one.source for one in task.artifacts])
-    async with taken_along(slot, [(one.source, one.exclude) for one in task.artifacts]) as carried:
+    await _collect_beside(slot, task)
+    await bring(slot, [one.source for one in task.artifacts if one.service == MAIN])
+    slots = _slots(slot, task)
+    async with taken_along([(slots[one.service], one.source, one.exclude) for one in task.artifacts]) as carried:
         slot = await fresh()
         slot.profile = PLAIN
         return slot, await _carry_all(slot, judged, carried)
@@ -89,7 +95,7 @@ async def _open_view(slot: Slot, task: Task, keep: Keep) -> Surroundings:
     read = await asyncio.to_thread(_read, task, (workdir, *others))
     await bring(slot, (workdir, *others), read.programs)
     home = await _home_within(slot, task, (workdir, *others))
-    async with taken_along(slot, [(path, ()) for path in others]) as carried:
+    async with taken_along([(slot, path, ()) for path in others]) as carried:
         try:
             shown = await slot.view(
                 [workdir], optional=read.optional, programs=read.programs, home=home, as_layer=read.as_layer
@@ -149,14 +155,34 @@ async def _home_within(slot: Slot, task: Task, folders: Sequence[str]) -> str | 
     return home if Surroundings(tuple(folders)).holds(home) else None
 
 
+def _slots(slot: Slot, task: Task) -> dict[str, Slot]:
+    """The slots of a task by the names of its services."""
+    beside = (each.service.name for each in task.beside if each.service is not None)
+    return {MAIN: slot, **dict(zip(beside, slot.group[1:], strict=False))}
+
+
 async def _collect(slot: Slot, task: Task) -> None:
+    """Run the hooks of the agent's own slot."""
     for hook in task.config.verifier.collect:
-        slot.profile = PLAIN
-        if hook.user is not None:
-            slot.profile = await profile_of(slot, task, replace(task.agent_settings, user=str(hook.user)))
-        result = await slot.exec(hook.command, workdir=task.recipe.workdir, timeout_s=hook.timeout_sec)
-        if result.exit_code != 0:  # as in Harbor: the tests say what is missing
-            _log.warning(
-                "%s: verifier.collect: `%.100s` ended with %s: %s",
-                *(task.name, hook.command, result.exit_code, result.output[-300:].strip()),
-            )
+        if hook.service == MAIN:
+            slot.profile = PLAIN
+            if hook.user is not None:
+                slot.profile = await profile_of(slot, task, replace(task.agent_settings, user=str(hook.user)))
+            _note(task, hook, await slot.exec(hook.command, workdir=task.recipe.workdir, timeout_s=hook.timeout_sec))
+
+
+async def _collect_beside(slot: Slot, task: Task) -> None:
+    """Run the hooks of services, as in their containers: of a separate verifier's task once the agent's have ended."""
+    slots = _slots(slot, task)
+    for hook in task.config.verifier.collect:
+        if hook.service != MAIN:
+            user, command = None if hook.user is None else str(hook.user), ("/bin/sh", "-c", hook.command)
+            _note(task, hook, await slots[hook.service].exec(command, user=user, timeout_s=hook.timeout_sec))
+
+
+def _note(task: Task, hook: Collect, result: ExecResult) -> None:
+    if result.exit_code != 0:  # as in Harbor: the tests say what is missing
+        _log.warning(
+            "%s: verifier.collect: `%.100s` ended with %s: %s",
+            *(task.name, hook.command, result.exit_code, result.output[-300:].strip()),
+        )

@@ -9,10 +9,11 @@ from atropos.resources import Resources
 from atropos.tasks.fit import Room, fit
 from atropos.tasks.folder import load_task
 from atropos.tasks.format.compose import read_compose
-from atropos.tasks.format.config import Healthcheck
+from atropos.tasks.format.compose_values import NOWHERE
+from atropos.tasks.format.recipe import BuildInputs, StepSettings
 from atropos.tasks.format.service import ServiceVolume
 from atropos.tasks.verifier.mode import choose
-from atropos.wire import LeaseLimits
+from atropos.wire import HealthConfig, LeaseLimits
 from tests.files import write_files
 
 
@@ -33,7 +34,7 @@ def folder(tmp_path):
 
 def services(folder, text):
     (folder / "environment/docker-compose.yaml").write_text(f"services:\n{text}")
-    main = read_compose(folder / "environment")
+    main = read_compose(folder / "environment", made=True)
     return {each.name: each for each in (main, *main.beside)}
 
 
@@ -57,22 +58,81 @@ def test_services_are_in_start_order(folder):
 @pytest.mark.parametrize(
     ("check", "meant"),
     [
-        ("{test: ['CMD', 'pg isready', -U, x], interval: 5s, retries: 5}", ("'pg isready' -U x", 5, 30, 0, 5)),
-        ("{test: ['CMD-SHELL', 'a || exit 1'], timeout: 1m30s, start_period: 500ms}", ("a || exit 1", 30, 90, 0.5, 3)),
-        ("{test: curl localhost, start_interval: 1s, interval: 1h}", ("curl localhost", 3600, 30, 0, 3)),
-        ("{test: [NONE]}", None),
-        ("{disable: true, test: x}", None),
+        (
+            "{test: ['CMD', 'pg isready', -U, ''], interval: 5s, retries: 5}",
+            HealthConfig(test=("CMD", "pg isready", "-U", ""), interval_s=5, retries=5),
+        ),
+        (
+            "{test: ['CMD-SHELL', 'a || exit $$?'], timeout: 1m30s, start_period: 500ms}",
+            HealthConfig(test=("CMD-SHELL", "a || exit $?"), timeout_s=90, start_period_s=0.5),
+        ),
+        (
+            "{test: curl localhost, start_interval: 1.5s, interval: 1h, retries: '3'}",
+            HealthConfig(test=("CMD-SHELL", "curl localhost"), start_interval_s=1.5, interval_s=3600, retries=3),
+        ),
+        ("{interval: 5s}", HealthConfig(interval_s=5)),
+        ("{test: [NONE]}", HealthConfig(test=("NONE",))),
+        ("{disable: true, test: x}", HealthConfig(test=("NONE",))),
+        ("{}", None),
     ],
 )
 def test_health_checks_are_docker_s(folder, check, meant):
-    found = services(folder, f"  main: {{build: .}}\n  db: {{image: db, healthcheck: {check}}}")["db"].healthcheck
-    if meant is None:
-        assert found is None
-        return
-    command, interval, timeout, start, retries = meant
-    assert isinstance(found, Healthcheck)
-    assert (found.command, found.interval_sec, found.timeout_sec) == (command, interval, timeout)
-    assert (found.start_period_sec, found.retries) == (start, retries)
+    found = services(folder, f"  main: {{build: .}}\n  db: {{image: db, healthcheck: {check}}}")
+    assert found["db"].healthcheck == meant
+
+
+@pytest.mark.parametrize(
+    ("said", "image", "meant"),
+    [
+        ("", ("CMD", "own"), ("CMD", "own", 7)),
+        ("healthcheck: {interval: 9s}", ("CMD", "own"), ("CMD", "own", 9)),
+        ("healthcheck: {test: [CMD, other]}", ("CMD", "own"), ("CMD", "other", 7)),
+        ("healthcheck: {disable: true}", ("CMD", "own"), None),
+        ("healthcheck: {interval: 9s}", ("NONE",), None),
+        ("", None, None),
+        ("healthcheck: {test: [CMD, other], interval: 1s}", None, ("CMD", "other", 1)),
+    ],
+)
+def test_an_image_s_check_comes_last(folder, said, image, meant):
+    services(folder, f"  main: {{build: .}}\n  db: {{image: db, command: x, {said}}}")
+    check = image and HealthConfig(test=image, interval_s=7)
+    [db] = load_task(folder).beside
+    found = db.on(BuildInputs({"db": StepSettings(healthcheck=check)}), prebuilt=True).recipe.settings.healthcheck
+    assert (found and (*found.test, found.interval_s)) == meant
+
+
+def test_builds_have_args_and_targets(folder):
+    (folder / "environment/db/Dockerfile").write_text(
+        "ARG BASE=debian:12\nFROM ${BASE} AS one\nARG A=own\nARG B\nARG C=own\nENV SEEN=$A,$B,$C,$D\nFROM ${BASE} AS two\n"
+        'CMD ["two"]\n'
+    )
+    for args in ("{BASE: alpine, A: 1, B: '${X:-two}', D: no}", "[BASE=alpine, A=1, B=two, D=no]"):
+        services(folder, f"  main: {{build: .}}\n  db: {{build: {{context: db, args: {args}, target: ONE}}}}")
+        [db] = load_task(folder).beside
+        assert (db.recipe.image, db.recipe.settings.env) == ("alpine", {"SEEN": "1,two,own,"})
+    services(folder, "  main: {build: .}\n  db: {build: {context: db, target: '1'}}")
+    [db] = load_task(folder).beside
+    assert (db.recipe.image, db.recipe.settings.cmd) == ("debian:12", ("two",))
+
+
+def test_other_hosts_have_addresses(folder):
+    found = services(
+        folder,
+        """
+  main: {build: ., extra_hosts: ["a.example:10.1.2.3", "b=::1", "b=127.0.0.1,127.0.0.2", "c:[fe80::1]"], environment: {no_proxy: own}}
+  db: {image: db, container_name: my-db, extra_hosts: {up: host-gateway, two: [1.1.1.1, 1.0.0.1]}}
+  web: {image: web}
+""",
+    )
+    assert found["main"].extra_hosts == {
+        "a.example": ("10.1.2.3",),
+        "b": ("::1", "127.0.0.1", "127.0.0.2"),
+        "c": ("fe80::1",),
+    }
+    assert found["db"].extra_hosts == {"up": (NOWHERE,), "two": ("1.1.1.1", "1.0.0.1")}
+    assert found["main"].env["no_proxy"] == "own"
+    assert found["main"].env["NO_PROXY"] == "localhost,127.0.0.1,::1,main,db,my-db,web,a.example,b,c"
+    assert found["web"].env == {}
 
 
 def test_volumes_are_named_or_the_task_s(folder):
@@ -157,7 +217,7 @@ def test_names_and_restarts(folder):
     found = services(
         folder,
         """
-  main: {build: ., networks: [inner]}
+  main: {build: ., networks: [inner], cap_add: [SYS_PTRACE, cap_chown], mem_reservation: 1g}
   db: {image: db, container_name: my-db, networks: {inner: {aliases: [database]}}, restart: "on-failure:3"}
   web: {image: web, restart: unless-stopped, networks: [inner, outer]}
 """,
@@ -221,6 +281,11 @@ def test_temporary_folders_are_empty_ones(folder):
     assert choose(load_task(folder)).mode == "shared"
 
 
+def test_places_that_a_harness_names(folder):
+    found = services(folder, "  main: {build: ., environment: ['TEST_DIR=${TEST_DIR}', 'LOGS=$ENV_AGENT_LOGS_PATH/x']}")
+    assert found["main"].env == {"TEST_DIR": "/tests", "LOGS": "/logs/agent/x"}
+
+
 def test_networks_that_lead_nowhere(folder):
     text = """
   main: {build: ., networks: [inner, outer]}
@@ -256,19 +321,29 @@ networks: {inner: {internal: true}, outer: {}}
             "x wait for each other",
         ),
         ("  main: {depends_on: [db]}\n  db: {image: db, depends_on: [main]}", "main, db wait for each other"),
-        ("  main: {depends_on: {db: {condition: service_healthy}}}\n  db: {image: db}", "it has no healthcheck here"),
+        (
+            "  main: {depends_on: {db: {condition: service_healthy}}}\n  db: {image: db, healthcheck: {disable: true}}",
+            r"services\.main\.depends_on\.db: its healthcheck is disabled",
+        ),
         ("  main: {depends_on: {db: {condition: ready}}}\n  db: {image: db}", r"db\.condition: 'ready' is none"),
         ("  main: {}\n  db: {image: db, network_mode: 'service:main'}", r"services\.db\.network_mode: 'service:main'"),
-        ("  main: {networks: [a]}\n  db: {image: db, networks: [b]}", "main and db are on different networks"),
-        ("  main: {}\n  db: {image: db, cap_add: [NET_ADMIN]}", r"services\.db\.cap_add: can't be honoured"),
+        ("  main: {}\n  db: {image: db, cap_add: [NET_ADMIN]}", r"services\.db\.cap_add\.NET_ADMIN: can't be honoured"),
         ("  main: {}\n  db: {image: db, deploy: {replicas: 2}}", r"services\.db\.deploy\.replicas"),
+        ("  main: {}\n  db: {build: {context: db, args: [A]}}", r"db\.build\.args\.A: takes the value of this machine"),
+        ("  main: {}\n  db: {build: {context: db, target: none}}", r"db/Dockerfile: has no stage 'none'"),
+        ("  main: {}\n  db: {build: {context: db, secrets: [a]}}", r"services\.db\.build\.secrets: can't"),
         ("  main: {}\n  db: {image: db, volumes: ['/etc:/x']}", "is outside of .*environment"),
         ("  main: {}\n  db: {image: db, volumes: ['../tests:/x']}", "is outside of .*environment"),
         ("  main: {}\n  db: {image: db, volumes: ['data:x']}", "write SOURCE:/TARGET"),
         ("  main: {}\n  db: {image: db, volumes: ['data:/']}", "write SOURCE:/TARGET"),
         ("  main: {}\n  db: {image: db, volumes: ['data:/x:shared']}", "option 'shared' can't be honoured"),
-        ("  main: {}\n  db: {image: db, healthcheck: {test: [CMD]}}", r"healthcheck\.test: begins with 'CMD'"),
-        ("  main: {}\n  db: {image: db, healthcheck: {interval: 5s}}", r"healthcheck\.test: is missing"),
+        (
+            "  main: {}\n  db: {image: db, healthcheck: {test: [CMD]}}",
+            r"healthcheck\.test: \['CMD'\]: write CMD and words",
+        ),
+        ("  main: {}\n  db: {image: db, healthcheck: {test: 5}}", r"healthcheck\.test: 5: write CMD and words"),
+        ("  main: {}\n  db: {image: db, healthcheck: {test: x, retries: -1}}", r"retries: '-1' is no number"),
+        ("  main: {}\n  db: {image: db, healthcheck: {test: x, timeout: -1}}", r"timeout: -1 is no time"),
         ("  main: {}\n  db: {image: db, healthcheck: {test: x, interval: soon}}", "interval: 'soon' is no time"),
         ("  main: {}\n  db: {image: db, restart: often}", r"restart: 'often' is none"),
         ("  main: {}\n  db: {image: db, env_file: /etc/environment}", r"env_file: is outside of .*environment"),
@@ -280,11 +355,13 @@ networks: {inner: {internal: true}, outer: {}}
             "  main: {}\n  db: {image: db, networks: {default: {ipv4_address: 10.0.0.2}}}",
             r"default\.ipv4_address: can't",
         ),
-        ("  main: {}\n  db: {image: db, extra_hosts: ['a:10.0.0.2']}", r"services\.db\.extra_hosts: can't be honoured"),
+        ("  main: {}\n  db: {image: db, extra_hosts: ['a:10.0.0']}", r"db\.extra_hosts\.a: '10\.0\.0' is no address"),
+        ("  main: {}\n  db: {image: db, extra_hosts: ['a']}", r"services\.db\.extra_hosts\.a: '' is no address"),
+        ("  main: {}\n  db: {image: db, extra_hosts: {'a b': 10.0.0.2}}", "'a b' can't be the name of a host"),
         ("  main: {}\ninclude: [more.yaml]", "include: other files aren't read"),
         ("  main: {}\n  db: {build: ../db}", r"services\.db\.build\.context: \.\./db is outside"),
         ("  main: {}\n  db: {command: x, build: nowhere}", r"services\.db: has neither an image nor a Dockerfile"),
-        ("  main: {}\n  db: {image: db, container_name: 'a b'}", r"services\.db: 'a b' can't be the name of a slot"),
+        ("  main: {}\n  db: {image: db, container_name: 'a b'}", r"services\.db: 'a b' can't be the name of a host"),
     ],
 )
 def test_what_no_slot_has_is_refused(folder, text, named):
@@ -303,6 +380,36 @@ def test_agent_may_have_the_dockerfile(folder):
     (folder / "environment/Dockerfile").unlink()
     with pytest.raises(ConfigError, match=r"services\.main: has neither an image nor a Dockerfile"):
         load_task(folder)
+
+
+def test_a_dockerfile_precedes_an_image(folder):
+    (folder / "environment/docker-compose.yaml").write_text("services: {main: {image: 'mine:latest'}, db: {image: db}}")
+    task = load_task(folder)
+    assert (task.config.environment.docker_image, task.recipe.workdir, task.beside[0].image) == (None, "/app", "db")
+    (folder / "environment/Dockerfile").unlink()
+    assert load_task(folder).image == "mine:latest"
+
+
+@pytest.mark.parametrize("own", ["Dockerfile", "image"])
+def test_one_service_may_be_beside(folder, own):
+    if own == "image":
+        (folder / "environment/Dockerfile").unlink()
+        (folder / "task.toml").write_text('version = "1.0"\n[environment]\ndocker_image = "mine"\n')
+    for said, beside in {
+        "db: {image: db}": ["demo/db"],
+        "db: {build: db}": ["demo/db"],
+        "client: {command: x}": [],
+    }.items():
+        (folder / "environment/docker-compose.yaml").write_text(f"services: {{{said}}}")
+        task = load_task(folder)
+        assert ([each.name for each in task.beside], task.config.environment.docker_image) == (
+            beside,
+            "mine" if own == "image" else None,
+        )
+    if own == "Dockerfile":
+        (folder / "environment/docker-compose.yaml").write_text("services: {app: {build: ., environment: {A: b}}}")
+        task = load_task(folder)
+        assert (task.beside, task.recipe.settings.env) == ((), {"A": "b"}), "it is the agent's"
 
 
 def test_a_lease_keeps_room_for_the_services(folder):
@@ -423,7 +530,7 @@ def test_a_separate_verifier_is_one_slot(folder):
     (folder / "task.toml").write_text('version = "1.0"\n[verifier]\nenvironment_mode = "separate"\n')
     with pytest.raises(ConfigError, match=r"several services \(main, db\) can't be honoured: a separate verifier"):
         load_task(folder)
-    for field in ("volumes: ['data:/data']", "healthcheck: {test: x}"):
+    for field in ("volumes: ['data:/data']", "healthcheck: {test: x}", "extra_hosts: ['a:1.1.1.1']"):
         (folder / "tests/docker-compose.yaml").write_text(f"services: {{main: {{image: a, {field}}}}}")
         with pytest.raises(ConfigError, match=rf"services\.main\.{field.partition(':')[0]}: can't be honoured"):
             load_task(folder)
