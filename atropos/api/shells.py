@@ -17,13 +17,13 @@ from atropos.aio import Tasks
 from atropos.api.executor.models import OpenShell, ShellEnd, ShellInfo, ShellSize
 from atropos.api.executor.trajectories import refusal_of
 from atropos.api.http import Refusal, problems
-from atropos.api.tenants import Tenant, Tenants, tenant_of
+from atropos.api.tenants import RELOAD_S, Tenant, Tenants, tenant_of
 from atropos.errors import SandboxError
 from atropos.slots.slot import Slot
-from atropos.slots.slot.processes import READ_WAIT_S, Process
+from atropos.slots.slot.processes import Process
 
 MAX_SHELLS = 64
-"""Shells of a server that may be open at once."""
+"""Shells that a key may have open at once."""
 COMMAND = "command -v bash >/dev/null && exec bash -l; exec sh -l"
 UNFOLLOWED_S = 60.0
 """How long a shell is kept while no request follows its output."""
@@ -55,6 +55,8 @@ class Shells:
     def __init__(self, tenants: Tenants) -> None:
         self._tenants = tenants
         self._open: dict[str, Shell] = {}
+        self._starting: list[Tenant] = []
+        """Who is opening one, once for each."""
         self._ends = Tasks("shells")
 
     async def open(self, by: Tenant, wanted: OpenShell) -> str:
@@ -66,15 +68,18 @@ class Shells:
         for shell_id, shell in list(self._open.items()):
             if shell.left is not None and time.monotonic() - shell.left > UNFOLLOWED_S:
                 await self.end(shell_id)
-        if len(self._open) >= MAX_SHELLS:
-            raise Refusal(429, "full", f"{len(self._open)} shells are open", retry_after_s=5)
+        if [*(shell.by for shell in self._open.values()), *self._starting].count(by) >= MAX_SHELLS:
+            raise Refusal(429, "full", f"{MAX_SHELLS} shells of this key are open", retry_after_s=5)
         owner, slot = self._slot(by, wanted.id)
+        self._starting.append(by)
         try:
             process = await slot.start(COMMAND, pty=(wanted.rows, wanted.cols), hold=True, concurrent=True)
         except SandboxError as error:
             raise refusal_of(error) from None
         except OSError as error:
             raise Refusal(409, "no_shell", f"{wanted.id} has no shell that starts: {error.strerror or error}") from None
+        finally:
+            self._starting.remove(by)
         shell_id = secrets.token_hex(16)
         self._open[shell_id] = Shell(by, owner, wanted.id, process)
         by.account.note("shell.open", wanted.id, owner=owner.account.name)
@@ -107,17 +112,24 @@ class Shells:
             Refusal: 404, it has none of this id.
         """
         found = self._open.get(shell_id)
-        if found is None or found.by is not by:
+        if found is None or found.by is not by or not self._permitted(found):
             raise Refusal(404, "not_found", "there is no such shell; it has ended, or never existed")
         return found
 
+    def _permitted(self, shell: Shell) -> bool:
+        """Whether the keys file, as it is now, lets its opener's key have it."""
+        return shell.by in self._tenants.all() and (shell.by is shell.owner or shell.by.account.key.admin)
+
     async def follow(self, shell_id: str) -> AsyncGenerator[bytes]:
-        """Its output as it comes. Ends with the shell; who stops listening ends the shell."""
+        """Its output as it comes. Ends with the shell, or its opener's key; who stops listening ends the shell."""
         shell = self._open[shell_id]
         shell.left = None
         try:
             while not shell.process.over:
-                yield await shell.process.read(wait_s=READ_WAIT_S)
+                output = await shell.process.read(wait_s=RELOAD_S)
+                if not self._permitted(shell):
+                    return
+                yield output
         except (SandboxError, OSError):  # `end` says why
             return
         finally:

@@ -157,7 +157,8 @@ class TaskImages:
         pool: where they are built and leased.
         stand_ins: patterns of images in whose place the pool's own base is used.
         share: whose leases the steps are; None: the pool's own.
-        owner: whose images they are: a step may have had what only its owner reaches, so that no other finds it.
+        owner: whose images they are: a step may have had what only its owner reaches, so that no other finds it. Not
+            to be guessed where others may name `atropos-build:KEY`.
     """
 
     def __init__(

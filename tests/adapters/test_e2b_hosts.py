@@ -13,6 +13,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -21,7 +22,7 @@ import httpx
 import pytest
 from e2b import Sandbox
 
-from atropos.api.e2b.ports import HostRoutes, SandboxHosts, SandboxServer
+from atropos.api.e2b.ports import HostRoutes, SandboxHosts, SandboxServer, UpgradeRelay
 from tests.adapters.peers import ROOT
 from tests.adapters.test_e2b import TOKEN, Server, serving
 
@@ -260,6 +261,42 @@ async def test_a_websocket_goes_through(server: Server, sandbox: Sandbox):
         for host in (f"8000-nobody.{DOMAIN}", f"49983-{sandbox.sandbox_id}.{DOMAIN}", f"api.{DOMAIN}", "127.0.0.1"):
             with pytest.raises(aiohttp.WSServerHandshakeError):
                 await session.ws_connect(f"{server.url}/ws", headers={"Host": host, "X-API-Key": TOKEN})
+
+
+UPGRADE = f"GET / HTTP/1.1\r\nHost: 8000-i1.{DOMAIN}\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n".encode()
+OTHERS = f"GET / HTTP/1.1\r\nHost: api.{DOMAIN}\r\nX-API-Key: {TOKEN}\r\n\r\n".encode()
+
+
+@pytest.mark.parametrize(
+    ("answer", "status"),
+    [
+        (b"HTTP/1.1 403 No\r\nContent-Length: 3\r\nConnection: keep-alive\r\n\r\nnot", 403),
+        (b"HTTP/1.1 100 Go on\r\n\r\nHTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nnot\r\n0\r\n\r\n", 200),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nnotHTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nmine", 200),
+        (b"SSH-2.0\r\n\r\n", 502),
+    ],
+)
+async def test_refused_upgrades_end_the_connection(answer: bytes, status: int):
+    """A proxy in front may send another key's request on a connection that goes on."""
+    read = asyncio.get_running_loop().create_future()
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        read.set_result(await reader.read())
+        writer.close()
+
+    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as sandbox, asyncio.timeout(30):
+        relay = partial(UpgradeRelay, Hosts(sandbox.sockets[0].getsockname()[1]))
+        async with await asyncio.get_running_loop().create_server(relay, "127.0.0.1", 0) as listening:
+            reader, writer = await asyncio.open_connection(*listening.sockets[0].getsockname())
+            writer.write(UPGRADE + OTHERS)
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 %d " % status)
+            assert b"connection: close" in head.lower()
+            assert status == 502 or (b"not" in body, b"mine" in body) == (True, False)
+            assert await read == b"", "what was for another"
+            writer.close()
 
 
 def test_private_traffic_needs_a_token(server: Server):

@@ -16,14 +16,14 @@ import httpx
 import pytest
 
 from tests.e2e.servers import TOKEN, Server, running
-from tests.security.tenants import ALICE, BOB, key
+from tests.security.tenants import ADMIN, ALICE, BOB, key
 from tests.waiting import until
 
 
 @contextlib.asynccontextmanager
 async def serving(folder: Path) -> AsyncIterator[Server]:
     keys, audit = folder / "keys.json", folder / "audit.jsonl"
-    keys.write_text(json.dumps({"alice": key(ALICE), "bob": key(BOB)}))
+    keys.write_text(json.dumps({"alice": key(ALICE), "bob": key(BOB), "root": key(ADMIN, admin=True)}))
     slots = ("--backend", "local", "--slots-per-container", "3", "--max-containers", "1")
     async with running("executor-server", *slots, "--keys-file", str(keys), "--audit-file", str(audit)) as server:
         yield server
@@ -119,6 +119,17 @@ async def test_ends_with_client_and_slot(tmp_path: Path):
         assert await left.code() == 70
         for each in (gone, left):
             os.close(each.end)
+
+
+@pytest.mark.parametrize("left", [{}, {"root": key(ADMIN)}], ids=["removed", "no admin"])
+async def test_ends_with_its_openers_rights(tmp_path: Path, left: dict):
+    async with serving(tmp_path) as server:
+        terminal = Terminal(server, ADMIN, await opened(server, ALICE))
+        await terminal.shows("#")
+        (tmp_path / "keys.json").write_text(json.dumps({"alice": key(ALICE), **left}))
+        await until(lambda: len(audited(tmp_path, "shell.end")) == 1, "the shell has ended")
+        assert await terminal.code() != 0
+        os.close(terminal.end)
 
 
 async def test_key_opens_its_own_only(tmp_path: Path):

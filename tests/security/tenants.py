@@ -30,6 +30,7 @@ from atropos.slots import SlotPoolConfig
 
 ALICE, BOB, ADMIN = "e2b_a11ce0", "e2b_b0b0", "e2b_ad0"
 SECRET = "the-moon-is-made-of-cheese"
+DOMAIN = "boxes.test"
 TRAJECTORY, CALL, NAME, TEMPLATE = "7ra1ec70ad", "ca11-0001abcd", "5nap-c0ffee42", "7e3a1a7e-0c0a"
 Answer = tuple[int, dict[str, str], bytes]
 
@@ -45,9 +46,8 @@ async def ask(
     """Send a request with a key to the app; what it answered."""
     path, _, query = target.partition("?")
     data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
-    given = [("host", "test"), ("content-length", str(len(data))), *headers]
-    if not any(name == "content-type" for name, _ in headers):
-        given.append(("content-type", "application/json"))
+    usual = (("host", "test"), ("content-type", "application/json"))
+    given = [*(one for one in usual if one[0] not in dict(headers)), ("content-length", str(len(data))), *headers]
     given += [("x-api-key", key), ("authorization", f"Bearer {key}")]
     scope: dict[str, Any] = {
         "type": "http",
@@ -120,7 +120,7 @@ def key(secret: str, **settings: Any) -> dict[str, Any]:
 async def alice_and_bob(folder: Path) -> AsyncGenerator[World]:
     """Alice has one of everything, with her secret in it; Bob has a sandbox, which is all that he may have."""
     keys = {"alice": key(ALICE), "bob": key(BOB, slots=1), "root": key(ADMIN, admin=True)}
-    async with serving(folder, keys, acquire_s=20) as world:
+    async with serving(folder, keys, acquire_s=20, e2b_domain=DOMAIN) as world:
         opened = await world.alice("POST", "/trajectories", {"trajectory_id": TRAJECTORY})
         call = {"name": "terminal", "arguments": {"command": f"echo {SECRET} | tee note"}, "id": CALL}
         await world.alice("POST", f"/trajectories/{TRAJECTORY}/calls", call)
@@ -135,6 +135,7 @@ async def alice_and_bob(folder: Path) -> AsyncGenerator[World]:
         paused = (await world.alice("POST", "/e2b/sandboxes", {"templateID": "base"}))["sandboxID"]
         await world.alice("POST", f"/e2b/sandboxes/{paused}/pause", {})
         built = await build(world, ALICE, TEMPLATE, f"echo {SECRET} > /built")
+        shell = await world.alice("POST", "/shells", {"id": sandbox})
         world.ids = {
             "trajectory_id": opened["trajectory_id"],
             "call_id": CALL,
@@ -145,6 +146,7 @@ async def alice_and_bob(folder: Path) -> AsyncGenerator[World]:
             "template": built["templateID"],
             "template_name": TEMPLATE,
             "build_id": built["buildID"],
+            "shell_id": shell["shell_id"],
         }
         status, _, _ = await ask(world.app, BOB, "POST", "/e2b/sandboxes", {"templateID": "base"})
         assert status == 201
@@ -228,6 +230,7 @@ BODIES: tuple[object, ...] = (
     {"timeout": 0},
     {"count": 1},
     {"name": "{id}"},
+    {"id": "{id}", "rows": 5},
     {"allowOut": ["{id}"]},
     {"fromTemplate": "{id}", "steps": [{"type": "RUN", "args": ["cat /built"]}]},
     {"target": "{id}", "name": "{id}", "tags": ["{id}"]},
@@ -276,6 +279,8 @@ def drawn(draw: random.Random, paths: Sequence[tuple[str, str]]) -> Drawn:
         headers.append(
             draw.choice((("e2b-sandbox-id", "{id}"), ("idempotency-key", "{id}"), ("x-access-token", "{id}")))
         )
+    if draw.random() < 0.2:  # other ports' hosts are open to whoever knows the sandbox's id
+        headers.append(("host", draw.choice((f"49983-{{id}}.{DOMAIN}", f"API.{DOMAIN}:80", f"sandbox.{DOMAIN}"))))
     return Drawn(method, path + draw.choice(QUERIES), draw.choice(BODIES), tuple(headers))
 
 

@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import AsyncIterator, Callable, Iterable
 from hmac import compare_digest
+from http import HTTPStatus
 from typing import NamedTuple, NoReturn
 
 import aiohttp
@@ -285,25 +286,71 @@ class UpgradeRelay(asyncio.Protocol):
             request = h11.Connection(h11.SERVER)
             request.receive_data(head)
             event = request.next_event()
-            headers = list(event.headers) if isinstance(event, h11.Request) else []
-            server = self._hosts.server_in(headers)
-            if server is None or server.port == DAEMON_PORT:
+            server = self._hosts.server_in(event.headers) if isinstance(event, h11.Request) else None
+            if not isinstance(event, h11.Request) or server is None or server.port == DAEMON_PORT:
                 raise ServerRefused(400, "no WebSocket is answered here", server or SandboxServer(0, ""))
-            port = await self._hosts.port_of(server, dict(headers).get(TRAFFIC_TOKEN, b""))
+            port = await self._hosts.port_of(server, dict(event.headers).get(TRAFFIC_TOKEN, b""))
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             try:
                 writer.write(head)
-                await race(_copy(self._reader, writer), _copy(reader, client))
+                if await _upgraded(request, event, server, reader, client):
+                    await race(_copy(self._reader, writer), _copy(reader, client))
             finally:
                 writer.close()
         except ServerRefused as refused:
             answer = JSONResponse(refused.body, refused.status)
             size = f"Content-Length: {len(answer.body)}\r\nConnection: close\r\n\r\n"
             client.write(f"HTTP/1.1 {refused.status} Refused\r\n{size}".encode() + bytes(answer.body))
-        except (OSError, EOFError, asyncio.LimitOverrunError, h11.RemoteProtocolError) as error:
+        except (OSError, EOFError, asyncio.LimitOverrunError, h11.ProtocolError) as error:
             _log.debug("an upgraded connection ended: %s", error)
         finally:
             client.close()
+
+
+async def _upgraded(
+    request: h11.Connection,
+    asked: h11.Request,
+    server: SandboxServer,
+    reader: asyncio.StreamReader,
+    client: asyncio.StreamWriter,
+) -> bool:
+    """Pass on what a server answers to a request for another protocol; whether it agrees.
+
+    Otherwise the connection ends with its answer. If it went on, a proxy in front would send the next request on it,
+    perhaps another key's, and that server would read it.
+
+    Raises:
+        ServerRefused: it doesn't answer.
+        h11.ProtocolError: what it sends is no answer, or not the whole of one.
+    """
+    origin = h11.Connection(h11.CLIENT)
+    origin.send(asked)
+    while True:
+        try:
+            event = origin.next_event()
+        except h11.RemoteProtocolError:
+            event = h11.ConnectionClosed()
+        if event is h11.NEED_DATA:
+            origin.receive_data(await reader.read(_BYTES))
+        elif isinstance(event, h11.InformationalResponse):
+            if event.status_code == HTTPStatus.SWITCHING_PROTOCOLS:
+                client.write((request.send(event) or b"") + origin.trailing_data[0])
+                return True
+        elif isinstance(event, h11.Response):
+            kept = [each for each in event.headers if each[0] not in HOP_BY_HOP]
+            headers = [*kept, (b"connection", b"close")]
+            last = h11.Response(status_code=event.status_code, reason=event.reason, headers=headers)
+            client.write(request.send(last) or b"")
+        elif isinstance(event, h11.Data):
+            client.write(request.send(h11.Data(data=event.data)) or b"")
+            await client.drain()
+        elif isinstance(event, h11.EndOfMessage):
+            client.write(request.send(h11.EndOfMessage()) or b"")
+            return False
+        elif request.our_state is h11.SEND_RESPONSE:
+            raise ServerRefused(502, f"no server answers on port {server.port} of the sandbox", server)
+        else:
+            raise h11.RemoteProtocolError("the answer breaks off")
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

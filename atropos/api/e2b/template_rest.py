@@ -19,7 +19,8 @@ MAX_BUILD_BYTES = 4 << 20
 """Longest request that starts a build."""
 UPLOADS = "/uploads/"
 """Below it are the links that files are sent to, which open themselves: some versions of the SDK send no key there."""
-MAX_LINKS = 10_000
+MAX_LINKS = 1000
+"""Links to the files of one template."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +32,17 @@ class Link:
 
 
 class UploadLinks:
-    """The upload links of a server, by the secret in each; the oldest goes where there are too many."""
+    """The upload links of a server, by the secret in each. Of too many to one template's files the oldest goes."""
 
     def __init__(self) -> None:
         self._all: dict[str, Link] = {}
 
     def add(self, link: Link) -> str:
         """The link's secret."""
-        while len(self._all) >= MAX_LINKS:
-            del self._all[next(iter(self._all))]
+        self._all = {secret: each for secret, each in self._all.items() if not each.uploads.removed}
+        same = [secret for secret, each in self._all.items() if each.uploads is link.uploads]
+        if len(same) >= MAX_LINKS:
+            del self._all[same[0]]
         secret = secrets.token_urlsafe(32)
         self._all[secret] = link
         return secret

@@ -184,7 +184,7 @@ class Templates:
         if name.startswith("code-interpreter") and not is_base(name, self._pool.config.bases):
             raise ConfigError(
                 f"template {name!r}: it has a Jupyter server of E2B's, which slots lack; use `Sandbox` of "
-                "the package e2b, or name a root file system so in the pool's `bases`"
+                "the package e2b, or build a template of this name that has one (clients reach it by `e2b_domain`)"
             )
         return root_of(name, self._pool.config.bases, "template"), SandboxStart()
 
@@ -293,7 +293,7 @@ class Templates:
                 build.log(f"{state.phase} {state.source}")
 
         again = secrets.token_hex(8) if wanted.force or any(step.force for step in wanted.steps) else ""
-        share, owner = self._account.share, f"{self._account.name} {again}"
+        share, owner = self._account.share, f"{self._account.key.sha256[0]} {again}"  # a name could be guessed
         try:
             if task.recipe.image is not None:
                 share.use_image(task.recipe.image)

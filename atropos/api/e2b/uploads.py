@@ -27,12 +27,16 @@ class Uploads:
 
     Args:
         most: bytes that they may be, packed or unpacked.
+
+    Attributes:
+        removed: whether nothing needs them any more.
     """
 
     def __init__(self, most: int = MAX_UPLOAD_BYTES) -> None:
         self._most = most
         self.folder = Path(tempfile.mkdtemp(prefix="atropos-template-"))
         self._bytes = 0
+        self.removed = False
 
     def __contains__(self, files_hash: str) -> bool:
         return (self.folder / files_hash).is_dir()
@@ -111,6 +115,7 @@ class Uploads:
 
     def remove(self) -> None:
         """Forget the files."""
+        self.removed = True
         with contextlib.suppress(OSError):
             shutil.rmtree(self.folder)
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from atropos.api.e2b.connect import RpcError
+from atropos.api.e2b.template_rest import MAX_LINKS, UPLOADS, Link, UploadLinks
 from atropos.api.e2b.uploads import Uploads
 
 HASH = "ab" * 32
@@ -109,3 +110,14 @@ async def test_too_large_is_refused(uploads: Uploads):
     with pytest.raises(RpcError, match="has begun, or is gone"):
         await uploads.receive(HASH, sent(archive({"name": "late"})))
     uploads.folder.mkdir()
+
+
+def test_links_leave_others_alone(uploads: Uploads):
+    """However many one key asks for."""
+    links, another = UploadLinks(), Uploads()
+    kept = links.add(Link(uploads, HASH))
+    many = [links.add(Link(another, HASH)) for _ in range(MAX_LINKS + 1)]
+    assert [links.find(f"{UPLOADS}{each}") is None for each in (kept, many[0], many[1])] == [False, True, False]
+    another.remove()
+    links.add(Link(uploads, HASH))
+    assert links.find(f"{UPLOADS}{many[-1]}") is None
