@@ -140,10 +140,9 @@ def _add_service(app: FastAPI) -> None:
 
     @app.get("/usage", responses=problems(401))
     async def usage(request: Request) -> UsageReport:
-        """What the key has used since the server's start, by image; for an admin key, what every key has used."""
+        """What the key has used since the server's start, by image, and its quotas; for an admin key, those of all."""
         tenant = tenant_of(request)
-        of = None if tenant.account.key.admin else tenant
-        return UsageReport(usage=tuple(request.app.state.tenants.usage(of)))
+        return request.app.state.tenants.usage(None if tenant.account.key.admin else tenant)
 
     @app.get("/status", responses=problems(401, 403))
     async def status(request: Request) -> ServerStatus:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Iterator
@@ -23,6 +24,8 @@ from atropos.terminal import log_to_stderr
 Upgraded = Callable[[], asyncio.Protocol]
 _AFTER_DRAIN_S = 5
 """Time for writing answers after the drain."""
+CONNECTIONS = 2000
+"""That one holder of a token may have at once; a server has twice as many, so that nobody takes them all."""
 
 
 class _Server(uvicorn.Server):
@@ -99,7 +102,7 @@ def _config(
         access_log=False,
         timeout_graceful_shutdown=_AFTER_DRAIN_S,
         timeout_keep_alive=30,
-        limit_concurrency=2000,
+        limit_concurrency=2 * CONNECTIONS,
         forwarded_allow_ips=[form for network in trusted_proxies for form in _forms(network)],
         ws="none" if upgraded is None else cast("type[asyncio.Protocol]", handed_over),
         lifespan="off",  # entered by `_serve`, where a failure is one clear exception
@@ -156,8 +159,16 @@ def run(
     ready = f"{name} on http://{shown}:{where[1]}"
     if not is_loopback(host):
         ready += " (reachable beyond this machine; put TLS in front of it)"
-    admission = Admission(credentials, OPEN_PATHS, NO_TOKEN.body(), token_headers=token_headers, admits=admits)
-
+    admission = Admission(
+        credentials,
+        OPEN_PATHS,
+        NO_TOKEN.body(),
+        token_headers=token_headers,
+        admits=admits,
+        most_each=CONNECTIONS,
+    )
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a shell's 1,024 are fewer than connections
     server = _Server(_config(app, admission, upgraded, trusted_proxies), admission, drain, ready)
     try:
         asyncio.run(_serve(server, app, listening))

@@ -21,7 +21,7 @@ from atropos.api.accounts.keys import KeySettings, digest, read_keys
 from atropos.api.accounts.secrets import read_secrets
 from atropos.api.e2b.sandboxes import Sandboxes
 from atropos.api.executor.images import PreparedImages
-from atropos.api.executor.models import ExecutorServerSettings, KeyUsage, ServerStatus
+from atropos.api.executor.models import ExecutorServerSettings, KeyQuota, KeyUsage, ServerStatus, UsageReport
 from atropos.api.executor.trajectories import Trajectories
 from atropos.api.http import NO_TOKEN, Refusal
 from atropos.errors import ConfigError
@@ -148,13 +148,13 @@ class Tenants:
 
     # -------------------------------------------------------------------------------------------------------- doors
 
-    def is_token(self, value: bytes) -> bool:
-        """Whether it is a key, or the server's token."""
-        return digest(value) in self._names
+    def holder(self, value: bytes) -> str | None:
+        """The name of a key, or of the server's token; None: it is neither."""
+        return self._names.get(digest(value))
 
     def enter(self, scope: Scope, given: bytes) -> Refusal | None:
         """Let a request in as its tenant's, which `tenant_of` finds; or say why not."""
-        name = self._names.get(digest(given))
+        name = self.holder(given)
         if name is None:
             return NO_TOKEN
         tenant = self._tenants.get(name) or self._made(name)
@@ -218,19 +218,25 @@ class Tenants:
             opened=tuple(opened),
         )
 
-    def usage(self, of: Tenant | None = None) -> list[KeyUsage]:
-        """What tenants have used since the server's start, by key and image; of one tenant, or of all."""
+    def usage(self, of: Tenant | None = None) -> UsageReport:
+        """What tenants have used since the server's start, by key and image, and their quotas; of one, or of all."""
         now = asyncio.get_running_loop().time()
-        chosen = self.all() if of is None else (of,)
-        return [
+        chosen = [*self.all()] if of is None else [of]
+        usage = (
             KeyUsage(key=tenant.account.name, image=image, **asdict(used))
             for tenant in chosen
             for image, used in sorted(tenant.account.share.usage(now).items())
-        ]
+        )
+        quotas = (
+            KeyQuota(key=tenant.account.name, **asdict(each))
+            for tenant in chosen
+            for each in tenant.account.share.quota_use()
+        )
+        return UsageReport(usage=tuple(usage), quotas=tuple(quotas))
 
     def metrics(self) -> list[Family]:
-        """The same for Prometheus."""
-        rows = self.usage()
+        """The usage for Prometheus."""
+        rows = self.usage().usage
 
         def family(name: str, text: str, values: Iterable[float]) -> Family:
             labels: Iterable[Mapping[str, str]] = ({"key": row.key, "image": row.image} for row in rows)

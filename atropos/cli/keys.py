@@ -17,7 +17,9 @@ from atropos.api.accounts.keys import KeySettings, change_keys, digest, new_key,
 from atropos.api.cli import EXECUTOR_TOKEN_VARIABLE
 from atropos.api.executor.models import UsageReport
 from atropos.api.settings import parse_settings
+from atropos.cli.looking import refuse
 from atropos.cli.options import AsJson
+from atropos.dashboard.text import figure
 from atropos.errors import BackendUnavailable, ConfigError
 from atropos.terminal import visible
 
@@ -106,7 +108,7 @@ def usage(
     token: Annotated[str | None, typer.Option(envvar=EXECUTOR_TOKEN_VARIABLE, help="A key, or an admin's.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """What a key has used since its server's start, by image; with an admin's key, what all have."""
+    """What a key has used since its server's start, by image, and its quotas; with an admin's key, those of all."""
     if not token:
         raise ConfigError(f"token: missing; set {EXECUTOR_TOKEN_VARIABLE}, or pass --token")
     report = _asked(url, token)
@@ -117,7 +119,13 @@ def usage(
     for row in report.usage:
         numbers = (row.slot_s / 3600, row.cpu_s / 3600, row.egress_bytes / (1 << 20))
         table.add_row(row.key, visible(row.image), str(row.leases), *(f"{number:,.2f}" for number in numbers))
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    if report.quotas:
+        quotas = Table("key", "quota", "used now", "of")
+        for each in report.quotas:
+            quotas.add_row(each.key, each.quota, figure(each.used), figure(each.most))
+        console.print(quotas)
 
 
 def _asked(url: str, token: str) -> UsageReport:
@@ -127,9 +135,9 @@ def _asked(url: str, token: str) -> UsageReport:
         )
     except (httpx.TransportError, httpx.InvalidURL, UnicodeEncodeError) as error:
         raise BackendUnavailable(f"{url} does not answer: {error or type(error).__name__}") from None
-    if answer.status_code == 401:
-        raise ConfigError(f"{url} refuses the token")
+    if answer.status_code != 200:
+        refuse(url, answer)
     try:
         return UsageReport.model_validate_json(answer.content)
     except ValidationError:
-        raise ConfigError(f"{url} is no executor server ({answer.status_code})") from None
+        raise ConfigError(f"{url} answers as no executor server of this version does") from None

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from dataclasses import dataclass, replace
+from http import HTTPStatus
+from typing import NoReturn
 from urllib.parse import parse_qs, urlsplit
 
 import httpx
 from pydantic import TypeAdapter, ValidationError
 
-from atropos.api.executor.models import KeyUsage, Opened, ServerStatus, UsageReport
+from atropos.api.executor.models import Opened, ServerStatus, UsageReport
 from atropos.dashboard.live import ContainerSlots, InFlight, LiveSample, LiveView
 from atropos.errors import BackendUnavailable, ConfigError
-from atropos.slots import Usage
+from atropos.slots import QuotaUse, Usage
 from atropos.slots.backends.survey import Survey
 from atropos.wire import Status
 
@@ -91,16 +93,35 @@ async def server(client: httpx.AsyncClient) -> Look:
             status = ServerStatus.model_validate_json(answer.content)
             answer = await client.get("/usage")
             told = answer.status_code == 200
-            usage = UsageReport.model_validate_json(answer.content).usage if told else ()
-            return _executor_server(url, status, usage)
-    if answer.status_code == 401:
-        raise ConfigError(f"{url} refuses the token")
+            return _executor_server(
+                url, status, UsageReport.model_validate_json(answer.content) if told else UsageReport(usage=())
+            )
+    if answer.status_code in {401, 429, 503}:
+        refuse(url, answer)
     if answer.status_code == 403:
         raise ConfigError(f"{url} shows itself to admin keys alone")
     raise ConfigError(
         f"{url} is no sandbox or executor server ({answer.status_code}), and of a running env its own dashboard alone "
         "says what it does"
     )
+
+
+def refuse(url: str, answer: httpx.Response) -> NoReturn:
+    """Raise what an executor server says that did not do what it was asked for.
+
+    Raises:
+        BackendUnavailable: it may do it later.
+        ConfigError: it refuses, or the answer is no executor server's.
+    """
+    if answer.status_code == 401:
+        raise ConfigError(f"{url} refuses the token")
+    try:
+        why = str(answer.json()["message"])
+    except (ValueError, KeyError, TypeError):
+        why = ""
+    if why in {"", HTTPStatus.NOT_FOUND.phrase}:  # another server, which has no such path
+        raise ConfigError(f"{url} is no executor server ({answer.status_code})")
+    raise BackendUnavailable(why) if answer.status_code in {429, 503} else ConfigError(why)
 
 
 @contextlib.contextmanager
@@ -120,7 +141,7 @@ def _sandbox_server(name: str, status: Status) -> Look:
     )
 
 
-def _executor_server(name: str, status: ServerStatus, usage: Sequence[KeyUsage]) -> Look:
+def _executor_server(name: str, status: ServerStatus, report: UsageReport) -> Look:
     numbers = {
         "open": f"{len(status.opened):,}",
         "keys": f"{len({each.key for each in status.opened}):,}",
@@ -133,7 +154,10 @@ def _executor_server(name: str, status: ServerStatus, usage: Sequence[KeyUsage])
         in_flight=[_opened(each) for each in status.opened],
         waiting=status.waiting,
         trouble=status.trouble,
-        usage=[(row.key, row.image, Usage(row.leases, row.slot_s, row.cpu_s, row.egress_bytes)) for row in usage],
+        usage=[
+            (row.key, row.image, Usage(row.leases, row.slot_s, row.cpu_s, row.egress_bytes)) for row in report.usage
+        ],
+        quotas=[(row.key, QuotaUse(row.quota, row.used, row.most)) for row in report.quotas],
     )
     return Look(name, view)
 

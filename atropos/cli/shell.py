@@ -10,7 +10,7 @@ import sys
 import termios
 import tty
 from collections.abc import Generator
-from typing import Annotated, NoReturn
+from typing import Annotated
 from urllib.parse import quote
 
 import httpx
@@ -18,6 +18,7 @@ import typer
 
 from atropos.aio import Tasks
 from atropos.api.cli import EXECUTOR_TOKEN_VARIABLE
+from atropos.cli.looking import refuse
 from atropos.errors import BackendUnavailable, ConfigError
 
 _ANSWER_S = 30.0
@@ -49,20 +50,10 @@ async def _run(url: str, token: str, slot: str) -> int:
         async with httpx.AsyncClient(base_url=url, headers=headers, timeout=_ANSWER_S, trust_env=False) as client:
             answer = await client.post("/shells", json={"id": slot, **_size()})
             if answer.status_code != 201:
-                _refuse(url, answer)
+                refuse(url, answer)
             return await _attached(client, f"/shells/{quote(answer.json()['shell_id'])}")
     except (httpx.TransportError, httpx.InvalidURL, UnicodeEncodeError) as error:
         raise BackendUnavailable(f"{url} does not answer: {error or type(error).__name__}") from None
-
-
-def _refuse(url: str, answer: httpx.Response) -> NoReturn:
-    if answer.status_code == 401:
-        raise ConfigError(f"{url} refuses the token")
-    try:
-        why = str(answer.json()["message"])
-    except (ValueError, KeyError, TypeError):
-        raise ConfigError(f"{url} is no executor server ({answer.status_code})") from None
-    raise BackendUnavailable(why) if answer.status_code in {429, 503} else ConfigError(why)
 
 
 def _size() -> dict[str, int]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from atropos.dashboard.live import LiveView
 from atropos.dashboard.ordering import Columns
 from atropos.dashboard.text import number
-from atropos.slots.containers.share import Usage
+from atropos.slots.containers.share import QuotaUse, Usage
 
 IMAGES = 5
 """Named of a key, those that held slots longest; one more row has the rest."""
@@ -23,6 +23,7 @@ class KeyRow:
         open: sandboxes and trajectories that it has open now.
         part: of the slot time of all keys, its own.
         images: what it used by image, the longest slot time first.
+        quotas: those that it has.
     """
 
     key: str
@@ -30,6 +31,7 @@ class KeyRow:
     part: float
     used: Usage
     images: Sequence[tuple[str, Usage]]
+    quotas: Sequence[QuotaUse]
 
 
 KEYS: Columns[KeyRow] = {
@@ -43,16 +45,19 @@ KEYS: Columns[KeyRow] = {
 
 
 def key_rows(view: LiveView) -> list[KeyRow]:
-    """The keys that used something, the longest slot time first."""
+    """The keys that used something or have quotas, the longest slot time first."""
     by_key = defaultdict[str, list[tuple[str, Usage]]](list)
     for key, image, used in view.usage:
         by_key[key].append((image, used))
+    quotas = defaultdict[str, list[QuotaUse]](list)
+    for key, quota in view.quotas:
+        quotas[key].append(quota)
     opened = Counter(each.key for each in view.in_flight)
     all_slot_s = sum(used.slot_s for _, _, used in view.usage) or 1.0
     rows: list[KeyRow] = []
-    for key, images in by_key.items():
-        total = _total(used for _, used in images)
-        rows.append(KeyRow(key, opened[key], total.slot_s / all_slot_s, total, _longest(images)))
+    for key in [*by_key, *(quotas.keys() - by_key.keys())]:
+        total = _total(used for _, used in by_key[key])
+        rows.append(KeyRow(key, opened[key], total.slot_s / all_slot_s, total, _longest(by_key[key]), quotas[key]))
     return sorted(rows, key=lambda row: -row.used.slot_s)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from atropos.slots.containers.share import Usage
+from atropos.slots.containers.share import QuotaUse, Usage
 from atropos.slots.pool.stats import ContainerSlots
 
 
@@ -68,6 +68,7 @@ class LiveView:
         history: samples, the oldest first, `every_s` apart.
         trouble: why containers are not coming; empty when all is well.
         usage: (key, image, what it used), of a server with keys.
+        quotas: (key, one of its quotas).
     """
 
     uptime_s: float = 0.0
@@ -81,3 +82,4 @@ class LiveView:
     every_s: float = 5.0
     trouble: str = ""
     usage: Sequence[tuple[str, str, Usage]] = ()
+    quotas: Sequence[tuple[str, QuotaUse]] = ()

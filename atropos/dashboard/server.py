@@ -70,9 +70,9 @@ class Readers(Admission):
         self._value, self._cookie = BearerToken(token), cookie
         super().__init__(self._value, None, b'{"code":"unauthorized","message":"open the URL with the token"}')
 
-    def authorizes(self, request: h11.Request) -> bool:
-        """Whether a head carries the token in any of the ways that pages take it."""
-        return self.shown(request.target.decode("ascii"), request.headers)  # h11 admits nothing else
+    def holder(self, request: h11.Request) -> str | None:
+        """As `Admission.holder`, by the token in any of the ways that pages take it."""
+        return "" if self.shown(request.target.decode("ascii"), request.headers) else None  # h11 admits nothing else
 
     def shown(self, target: str, headers: Iterable[tuple[bytes, bytes]] = ()) -> bool:
         """Whether an address or one of these headers carries the token."""

@@ -40,8 +40,8 @@ ACCEPTS = 64
 class Credentials(Protocol):
     """What a server lets in."""
 
-    def is_token(self, value: bytes) -> bool:
-        """Whether this is a token that it lets in."""
+    def holder(self, value: bytes) -> str | None:
+        """Whose token this is; None: it is none that is let in."""
         ...
 
 
@@ -65,6 +65,10 @@ class BearerToken:
         """Whether this is the token itself, as the headers of other APIs carry it."""
         return bool(value) and hmac.compare_digest(_digest(value), self._digest)
 
+    def holder(self, value: bytes) -> str | None:
+        """As `Credentials.holder`: there is one."""
+        return "token" if self.is_token(value) else None
+
 
 def _digest(token: bytes) -> bytes:
     return hashlib.sha256(token).digest()
@@ -82,6 +86,8 @@ class Admission:
         tls: for every connection; None: plain HTTP.
         head_s: see `HEAD_S`.
         most: see `MAX_UNAUTHENTICATED`.
+        most_each: connections that one holder of tokens may have at once, and together whoever needs none, so that
+            nobody takes those of others; None: any number.
     """
 
     def __init__(
@@ -95,6 +101,7 @@ class Admission:
         tls: ssl.SSLContext | None = None,
         head_s: float = HEAD_S,
         most: int = MAX_UNAUTHENTICATED,
+        most_each: int | None = None,
     ) -> None:
         self.refusal = refusal
         self.head_s = head_s
@@ -105,7 +112,10 @@ class Admission:
         self._admits = admits
         self._open_paths = None if open_paths is None else frozenset(path.encode() for path in open_paths)
         self._most = most
+        self._most_each = most_each
         self._waiting: dict[_Unauthenticated, None] = {}
+        self._held: dict[str, set[asyncio.Transport]] = {}
+        """Admitted connections by their holder, some that have ended among them."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -128,15 +138,28 @@ class Admission:
         """Stop counting a connection: it was admitted, or is closed."""
         self._waiting.pop(connection, None)
 
-    def authorizes(self, request: h11.Request) -> bool:
-        """Whether a head carries the token, or needs none to be the app's."""
+    def holder(self, request: h11.Request) -> str | None:
+        """Who sends a request, by the token in its head; empty: it needs none to be the app's. None: it is refused."""
         if self._token is None:
+            return ""
+        bearers = [bearer_of(value) for name, value in request.headers if name == b"authorization"]
+        others = [value for name, value in request.headers if name in self._token_headers]
+        for values in (bearers, others):
+            if len(values) == 1 and (holder := self._token.holder(values[0])) is not None:
+                return holder
+        return "" if self._admits(request) else None
+
+    def takes(self, holder: str, connection: asyncio.Transport) -> bool:
+        """Whether a holder may have one more connection, which counts from now on."""
+        if self._most_each is None:
             return True
-        values = [value for name, value in request.headers if name == b"authorization"]
-        if len(values) == 1 and self._token.is_token(bearer_of(values[0])):
-            return True
-        values = [value for name, value in request.headers if name in self._token_headers]
-        return (len(values) == 1 and self._token.is_token(values[0])) or self._admits(request)
+        held = self._held.setdefault(holder, set())
+        if len(held) >= self._most_each:
+            held -= {each for each in held if each.is_closing()}
+        if len(held) >= self._most_each:
+            return False
+        held.add(connection)
+        return True
 
     def is_open(self, request: h11.Request) -> bool:
         """Whether a request needs no token."""
@@ -235,7 +258,10 @@ class _Unauthenticated(asyncio.Protocol):
     def _decide(self, request: h11.Request) -> None:
         transport = self._transport
         assert transport is not None
-        if self._admission.authorizes(request):
+        holder = self._admission.holder(request)
+        if holder is not None and not self._admission.takes(holder, transport):
+            self._answer(429, b'{"code":"full","message":"too many connections are open with this token; close some"}')
+        elif holder is not None:
             self._forget()
             http = self._make_http()
             transport.set_protocol(http)

@@ -1,7 +1,7 @@
 """The slot pool: leases on sandboxes in containers that a backend provides."""
 
 from atropos.slots.config import Quotas, SlotPoolConfig
-from atropos.slots.containers.share import Share, Usage
+from atropos.slots.containers.share import QuotaUse, Share, Usage
 from atropos.slots.pool import SlotPool
 from atropos.slots.pool.stats import PoolStats
 from atropos.slots.slot import Slot
@@ -18,6 +18,7 @@ __all__ = [
     "PoolStats",
     "PortForward",
     "Process",
+    "QuotaUse",
     "Quotas",
     "Share",
     "Signal",

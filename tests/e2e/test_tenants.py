@@ -12,8 +12,12 @@ from typing import Any
 import httpx
 import pytest
 
+from atropos.api.accounts.keys import digest
+from atropos.api.e2b.messages import StartBuild
+from atropos.api.e2b.recipes import SandboxStart, task_of
 from atropos.metrics import percentiles
 from atropos.slots import Quotas, Share, SlotPool, SlotPoolConfig
+from atropos.tasks.prepare import TaskImages
 from tests.e2e.servers import TOKEN, running
 from tests.security.tenants import (
     ADMIN,
@@ -88,6 +92,22 @@ async def test_builds_are_a_keys_own(tmp_path: Path):
         assert len(await get(world, BOB, "/e2b/templates")) == 1
 
 
+async def test_nobody_guesses_a_builds_name(tmp_path: Path):
+    """Whoever knows what `atropos-build:KEY` was made of, and for whom, can name it as an image."""
+    async with serving(tmp_path, {"alice": key(ALICE)}, acquire_s=20) as world:
+        await build(world, ALICE, "known", "date +%N > /stamp")
+        steps = [{"type": "RUN", "args": ["date +%N > /stamp"]}]
+        wanted = StartBuild.model_validate({"fromImage": "base", "steps": steps})
+        same = task_of("known", wanted, None, SandboxStart(), tmp_path, None)
+        carried_out: dict[str, int] = {}
+        for owner in ("", "alice", "alice ", f"{digest(ALICE.encode())} "):
+            images = TaskImages(world.app.state.executor.pool, (), owner=owner)
+            await images.prepare(same)
+            carried_out[owner] = images.counters["steps"]
+        *guessed, known = carried_out.values()
+        assert (all(guessed), known) == (True, 0), carried_out
+
+
 async def test_only_admins_see_all(tmp_path: Path):
     async with alice_and_bob(tmp_path) as world:
         assert (await ask(world.app, BOB, "GET", "/metrics"))[0] == 403
@@ -142,7 +162,10 @@ async def test_a_used_up_quota_is_named(tmp_path: Path, quota: Any, what: str):
         status, _, content = await ask(world.app, ALICE, "POST", "/e2b/sandboxes", {"templateID": "base"})
         assert status == 429
         assert what in json.loads(content)["message"]
+        report = await get(world, ALICE, "/usage")
+        assert what in [f"{each['quota']}: {each['used']:g} of {each['most']:g}" for each in report["quotas"]]
         assert (await ask(world.app, BOB, "POST", "/trajectories", {}))[0] == 201
+        assert (await get(world, BOB, "/usage"))["quotas"] == []
         await ask(world.app, ALICE, "DELETE", heads["location"])
         assert (await ask(world.app, ALICE, "POST", "/e2b/sandboxes", {"templateID": "base"}))[0] == 201
 
@@ -226,6 +249,8 @@ async def test_keys_by_the_command_line(tmp_path: Path):
         await client.delete(opened.headers["Location"], headers=alice)
         told = json.loads(await atropos("usage", server.url, "--token", TOKEN, "--json"))
         assert [(row["key"], row["leases"]) for row in told["usage"]] == [("alice", 2)]
+        assert told["quotas"] == [{"key": "alice", "quota": "slots", "used": 0, "most": 1}]
+        assert "used now" in await atropos("usage", server.url, "--token", TOKEN)
     assert "alice: trajectory.open" in server.log
     assert "alice: trajectory.end" in server.log
 

@@ -48,6 +48,20 @@ async def test_half_open_keeps_none_out():
         writer.close()
 
 
+async def test_a_shells_limit_bounds_no_connections():
+    """The soft limit of descriptors is 1,024 in most shells; a server takes 2,000 connections of each key."""
+    within = ("sh", "-c", 'ulimit -Sn 128 && exec "$@"', "sh")
+    async with running("tool-server", *OWN, within=within) as server:
+        opened: list[asyncio.StreamWriter] = []
+        for _ in range(200):
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            opened.append(writer)
+            writer.write(f"GET /stats HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode())
+            assert (await asyncio.wait_for(reader.readline(), 60)).startswith(b"HTTP/1.1 200 ")
+        for writer in opened:
+            writer.close()
+
+
 async def test_liveness_needs_no_token():
     async with running("tool-server", *OWN) as server, aiohttp.ClientSession(server.url) as session:
         for path, status in {"/health": 200, "/docs": 401, "/openapi.json": 401, "/stats": 401}.items():

@@ -158,10 +158,20 @@ class KeyUsage(ApiMessage):
     egress_bytes: int = Field(description="moved through the egress proxy, both ways")
 
 
+class KeyQuota(ApiMessage):
+    """A quota of a key, and what counts towards it now."""
+
+    key: str
+    quota: str
+    used: float
+    most: float
+
+
 class UsageReport(ApiMessage):
     """`GET /usage`."""
 
     usage: tuple[KeyUsage, ...]
+    quotas: tuple[KeyQuota, ...] = ()
 
 
 class Opened(ApiMessage):

@@ -20,6 +20,9 @@ BASE = "(base)"
 OTHERS = "(others)"
 """What usage is counted under once a share has used `MAX_IMAGES`."""
 MAX_IMAGES = 100
+DAILY = frozenset({"images", "egress_mib"})
+"""Quotas that begin anew each day (UTC)."""
+_QUOTAS = tuple(name for name in Quotas.model_fields if name != "weight")
 _DAY_S = 86_400
 _MIB = 1 << 20
 
@@ -39,6 +42,15 @@ class Usage:
     slot_s: float = 0.0
     cpu_s: float = 0.0
     egress_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class QuotaUse:
+    """A quota by its name, and what counts towards it now."""
+
+    quota: str
+    used: float
+    most: float
 
 
 @dataclass
@@ -121,17 +133,10 @@ class Share:
         Raises:
             QuotaReached: one is used up.
         """
-        _check("slots", self.quotas.slots, (1 for _ in self._claims), 1)
-        _check(
-            "memory_mib",
-            self.quotas.memory_mib,
-            (each.room.memory_mib for each in self._claims),
-            claim.room.memory_mib,
-        )
-        _check("cpu", self.quotas.cpu, (each.cpu for each in self._claims), claim.cpu)
-        if self.quotas.disk_mib is not None:
-            disks = [self._kept_mib(), *(each.disk_mib for each in self._claims)]
-            _check("disk_mib", self.quotas.disk_mib, disks, claim.disk_mib)
+        self._check("slots", 1)
+        self._check("memory_mib", claim.room.memory_mib)
+        self._check("cpu", claim.cpu)
+        self._check("disk_mib", claim.disk_mib)
         if claim.network:
             self._check_egress()
         self.use_image(claim.image)
@@ -145,7 +150,7 @@ class Share:
         """
         images = self._today().images
         if self.quotas.images is not None and image != BASE and not is_built(image) and image not in images:
-            _check("images (a day)", self.quotas.images, (1 for _ in images), 1)
+            self._check("images", 1)
             images.add(image)
 
     def check_snapshot(self, *, stays: bool = True) -> None:
@@ -154,14 +159,45 @@ class Share:
         Raises:
             QuotaReached: too many are, or they hold too much.
         """
-        living = self._living()
-        _check("snapshots", self.quotas.snapshots, (1 for _ in living), 1)
-        if stays and self.quotas.disk_mib is not None:
-            _check("disk_mib", self.quotas.disk_mib, [self._kept_mib(), *(each.disk_mib for each in self._claims)], 1)
+        self._living()  # forgets those that are lost
+        self._check("snapshots", 1)
+        if stays:
+            self._check("disk_mib", 1)
+
+    def quota_use(self) -> list[QuotaUse]:
+        """The quotas that it has."""
+        return [QuotaUse(name, self._used_of(name), most) for name in _QUOTAS if (most := self._most(name)) is not None]
+
+    def _most(self, quota: str) -> float | None:
+        return getattr(self.quotas, quota)
+
+    def _used_of(self, quota: str) -> float:
+        match quota:
+            case "slots":
+                return len(self._claims)
+            case "memory_mib":
+                return sum(each.room.memory_mib for each in self._claims)
+            case "cpu":
+                return sum(each.cpu for each in self._claims)
+            case "disk_mib":
+                return self._kept_mib() + sum(each.disk_mib for each in self._claims)
+            case "snapshots":
+                return len(self._living())
+            case "images":
+                return len(self._today().images)
+            case "egress_mib":
+                return self._today().egress_bytes / _MIB
+            case _:
+                raise ValueError(quota)
+
+    def _check(self, quota: str, more: float) -> None:
+        if (most := self._most(quota)) is not None and (used := self._used_of(quota)) + more > most:
+            name = f"{quota} (a day)" if quota in DAILY else quota
+            raise QuotaReached(f"quota {name}: {used:.15g} of {most:.15g} are used, and {more:.15g} more asked for")
 
     def _check_egress(self) -> None:
         most = self.quotas.egress_mib
-        if most is not None and self._today().egress_bytes >= most * _MIB:
+        if most is not None and self._used_of("egress_mib") >= most:
             raise QuotaReached(f"quota egress_mib (a day): {most} of {most} MiB are used")
 
     def _living(self) -> set[Kept]:
@@ -222,8 +258,3 @@ class Share:
                 used.leases += 1
                 used.slot_s += now - claim.granted_at
         return totals
-
-
-def _check(name: str, most: float | None, used: Iterable[float], more: float) -> None:
-    if most is not None and (total := sum(used)) + more > most:
-        raise QuotaReached(f"quota {name}: {total:.15g} of {most:.15g} are used, and {more:.15g} more asked for")

@@ -10,11 +10,14 @@ import sys
 import termios
 from dataclasses import asdict
 
+import httpx
 import pytest
 
+from atropos.cli.looking import refuse
 from atropos.dashboard.live import ContainerSlots, InFlight, LiveSample, LiveView
 from atropos.dashboard.server import DashboardServer
 from atropos.dashboard.store import TrajectoryStore
+from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots.client import SandboxClient
 from tests.unit.client.test_client import request
 from tests.unit.command import ended
@@ -122,6 +125,20 @@ def test_what_can_not_be_asked_is_one_line(words, code, said, monkeypatch, capfd
 async def test_refusal_is_one_line(dashboard):
     code, text = await run(f"http://127.0.0.1:{dashboard.port}", "--token", "wrong", "--once", columns=200)
     assert (code, "refuses the token" in text, len(text.splitlines())) == (2, True, 1), text
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "said"),
+    [
+        (httpx.Response(429, json={"code": "rate_limited", "message": "2 a second"}), BackendUnavailable, "2 a second"),
+        (httpx.Response(409, json={"code": "ambiguous", "message": "write KEY/ID"}), ConfigError, "write KEY/ID"),
+        (httpx.Response(404, json={"code": "not_found", "message": "Not Found"}), ConfigError, "no executor server"),
+        (httpx.Response(502, text="<html>"), ConfigError, "no executor server"),
+    ],
+)
+def test_a_servers_refusal_says_why(answer: httpx.Response, kind: type[Exception], said: str):
+    with pytest.raises(kind, match=said):
+        refuse("http://127.0.0.1:8461", answer)
 
 
 async def test_without_terminal_prints(dashboard):

@@ -27,7 +27,7 @@ from atropos.dashboard.text import duration
 from atropos.envs.reporting.prometheus import MetricsEndpoint
 from atropos.errors import ConfigError
 from atropos.net.admission import MAX_UNAUTHENTICATED
-from atropos.slots import Usage
+from atropos.slots import QuotaUse, Usage
 from tests.chromium import without_popups
 from tests.settings import shows
 from tests.unit.dashboard.support import EVIL, group, hostile, ordinary, trajectory
@@ -455,7 +455,9 @@ async def test_a_servers_pages():
 async def test_keys_have_their_usage():
     usage = [("ci", f"image-{at}", Usage(1, 10.0 * at, 1.0)) for at in range(1, 8)]
     usage += [("alice", "(base)", Usage(1200, 90_000, 7200, 5 << 30)), ("bob", "(base)", Usage(1, 1.0, 80.0))]
-    looked = LiveView(in_flight=[open_there("i0", key="ci"), open_there("i1", key="ci")], usage=usage)
+    quotas = [("ci", QuotaUse("slots", 2, 20)), ("ci", QuotaUse("disk_mib", 600, 600)), ("new", QuotaUse("cpu", 0, 4))]
+    opened = [open_there("i0", key="ci"), open_there("i1", key="ci")]
+    looked = LiveView(in_flight=opened, usage=usage, quotas=quotas)
     async with serving(None, token="t", live=lambda: looked) as server, client(server, Authorization="Bearer t") as c:
 
         async def rows(**query: str) -> list[list[str]]:
@@ -466,7 +468,9 @@ async def test_keys_have_their_usage():
 
         of = await rows()
         assert of[2] == ["alice", "0", "(base)", "1,200", "25 h 0 min", "2 h 0 min", "5,120.0 MiB", "100 %"]
-        assert of[3] == ["ci", "2", "7", "5 min", "7.0 s", "0.0 MiB", "0 %"]
+        held = ["slots 2 of 20", ",", "disk_mib 600 of 600"]
+        assert of[3] == ["ci", "2", "7", "5 min", "7.0 s", "0.0 MiB", "0 %", *held]
+        assert of[11] == ["new", "0", "0", "0.0 s", "0.0 s", "0.0 MiB", "0 %", "cpu 0 of 4"]
         assert [row[:3] for row in of[4:10]] == [
             *([f"image-{at}", "1", f"{at}0 s"] for at in range(7, 2, -1)),
             ["2 more images", "2", "30 s"],

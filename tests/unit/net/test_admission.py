@@ -68,6 +68,46 @@ async def test_admits_byte_for_byte():
     assert it.seen == [b"".join(parts)]
 
 
+class Keys:
+    """Every token is its holder's name."""
+
+    def holder(self, value: bytes) -> str | None:
+        return value.decode() or None
+
+
+async def test_one_holder_leaves_room_for_others():
+    class Open(asyncio.Protocol):
+        def connection_made(self, transport) -> None:
+            self.transport = transport
+
+        def data_received(self, data: bytes) -> None:
+            self.transport.write(b"in\n")
+
+    admission = Admission(Keys(), (), b"{}", most_each=2)
+    server = await asyncio.get_running_loop().create_server(lambda: admission.connection(Open), "127.0.0.1", 0)
+    held: dict[str, list[asyncio.StreamWriter]] = {}
+
+    async def enters(name: str) -> bool:
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        held.setdefault(name, []).append(writer)
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\n\r\n" % name.encode())
+        said = await asyncio.wait_for(reader.readline(), 20 * SLOWNESS)
+        assert said == b"in\n" or said.startswith(b"HTTP/1.1 429 ")
+        return said == b"in\n"
+
+    try:
+        assert [await enters(name) for name in ("a", "a", "a", "b")] == [True, True, False, True]
+        held["a"][0].close()
+        async with asyncio.timeout(20 * SLOWNESS):
+            while not await enters("a"):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    finally:
+        for writer in (each for every in held.values() for each in every):
+            writer.close()
+        server.close()
+        admission.close()
+
+
 @pytest.mark.parametrize(
     "head",
     [
