@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from . import against, charts, machine, report
+from . import against, charts, machine, over_http, report
 from .backends import present
 from .cases import CASES, NEEDS_ENGINES
 from .context import Context
@@ -39,6 +39,17 @@ async def _compare(revision: str, context: Context) -> list[Row]:
                 )
             except (RuntimeError, TimeoutError) as error:
                 context.problems.append(f"against {revision}, {parallel} trajectories over {containers}: {error!r}")
+        for parallel in over_http.PARALLEL:
+            try:
+                rows += await over_http.measure(
+                    checkouts,
+                    parallel=parallel,
+                    n=context.n(400 if parallel == 1 else 1600, least=parallel * 4),
+                    rounds=context.n(12, least=8),
+                    say=context.say,
+                )
+            except (RuntimeError, TimeoutError) as error:
+                context.problems.append(f"against {revision}, {parallel} trajectories over HTTP: {error!r}")
     return rows
 
 

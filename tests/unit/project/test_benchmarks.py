@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import charts, docker_peer, report, swe_rex
+from benchmarks import charts, docker_peer, over_http, report, swe_rex
 from benchmarks.context import Context
 from benchmarks.stats import row
 
@@ -22,6 +22,12 @@ def test_fleet_is_measured() -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "320" in done.stdout
+
+
+async def test_servers_take_turns() -> None:
+    rows = await over_http.measure({"one": ROOT, "other": ROOT}, parallel=2, n=4, rounds=2, say=print)
+    assert [(one.subject, one.n) for one in rows] == [("one", 2), ("other", 2)] * 3
+    assert len(report.ratios(rows)) == 3
 
 
 async def test_no_peers_starts_none() -> None:
