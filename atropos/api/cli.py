@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, cast
@@ -37,6 +38,19 @@ def read_token(path: Path | None, variable: str) -> str:
     return token
 
 
+@contextlib.contextmanager
+def server_extra(what: str) -> Generator[None]:
+    """Around the imports of a service (`what`).
+
+    Raises:
+        ConfigError: what the extra `server` brings is not installed.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(f"{what} needs the extra `server`: pip install 'atropos[server]' ({error})") from error
+
+
 def with_flags(values: Mapping[str, object], given: Mapping[str, object]) -> dict[str, object]:
     """Settings with the flags that were given in their place."""
     return {**values, **{name: value for name, value in given.items() if value is not None}}
@@ -52,9 +66,10 @@ def tool_server(
     allow_host: Annotated[list[str] | None, typer.Option(help="A private destination tools may reach.")] = None,
 ) -> None:
     """Serve external tools (web, browser, MCP servers, your own) to executors."""
-    from atropos.api.serve import run
+    with server_extra("atropos tool-server"):
+        from atropos.api.serve import run
+        from atropos.api.tool_server import create_app
     from atropos.api.settings import ToolServerSettings, parse_settings, search_from_environment
-    from atropos.api.tool_server import create_app
     from atropos.net.admission import BearerToken
 
     flags = {"host": host, "port": port, "only": only or None, "tools": tool or None, "allow_hosts": allow_host or None}
@@ -76,7 +91,7 @@ EXECUTOR_TOKEN_VARIABLE = "ATROPOS_EXECUTOR_TOKEN"
 
 
 def executor_server(
-    config: Annotated[Path | None, typer.Option(help="Settings, TOML or JSON; `pool` as SlotPoolConfig.")] = None,
+    config: Annotated[Path | None, typer.Option(help="Settings, TOML, YAML or JSON; `pool` as SlotPoolConfig.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on; loopback unless asked.")] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65_535, help="0: any free one.")] = None,
     token_file: Annotated[Path | None, typer.Option(help=f"The bearer token; else {EXECUTOR_TOKEN_VARIABLE}.")] = None,
@@ -91,11 +106,12 @@ def executor_server(
     ] = None,
 ) -> None:
     """Serve trajectories to agents in other processes or languages."""
-    from atropos.api.e2b.app import TOKEN_HEADERS, needs_no_token
-    from atropos.api.e2b.ports import SandboxHosts, UpgradeRelay
+    with server_extra("atropos executor-server"):
+        from atropos.api.e2b.app import TOKEN_HEADERS, needs_no_token
+        from atropos.api.e2b.ports import SandboxHosts, UpgradeRelay
+        from atropos.api.executor_api import create_executor_app, drain
+        from atropos.api.serve import run
     from atropos.api.executor.models import ExecutorServerSettings
-    from atropos.api.executor_api import create_executor_app, drain
-    from atropos.api.serve import run
     from atropos.api.settings import parse_settings
 
     flags = {

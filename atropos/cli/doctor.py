@@ -8,7 +8,7 @@ import platform
 import secrets
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
@@ -155,7 +155,19 @@ OPTIONAL = ("docker", "nomad", "zstd")
 
 def engines() -> list[DoctorFinding]:
     """Whether the other backends could be used from here; neither is needed for the local one."""
-    return [docker(), nomad()]
+    return [_unless_missing(name, look) for name, look in (("docker", docker), ("nomad", nomad))]
+
+
+def _unless_missing(name: str, look: Callable[[], DoctorFinding]) -> DoctorFinding:
+    """What `look` finds, or that the backend's own packages are not installed."""
+    from atropos.slots.backends.loading import load
+
+    try:
+        load("backend", name)
+    except ConfigError as error:
+        fix = f"pip install 'atropos[{name}]' (only for backend {name})"
+        return DoctorFinding(name, ok=False, needed=False, detail=str(error), fix=fix)
+    return look()
 
 
 def docker() -> DoctorFinding:

@@ -74,6 +74,10 @@ def test_installs_and_leases(built: Path, tmp_path: Path, python: str, kind: str
     assert where.startswith(str(tmp_path))
     assert succeed(atropos, "--version", cwd=tmp_path).startswith("atropos ")
     assert "doctor" in succeed(atropos, "--help", cwd=tmp_path)
+    for words, extra in ((("executor-server",), "server"), (("pool", "status"), "nomad")):
+        refused = run(atropos, *words, cwd=tmp_path)
+        assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1), refused
+        assert f"pip install 'atropos[{extra}]'" in refused.stderr
     doctor = run(atropos, "doctor", cwd=tmp_path)
     assert "Traceback" not in doctor.stderr
     assert doctor.returncode in {0, 1, 3}, doctor.stdout + doctor.stderr  # 1, 3: this host lacks something

@@ -11,7 +11,7 @@ from atropos.slots.backends.survey import Survey
 from atropos.slots.config import SlotPoolConfig
 from atropos.slots.plugins import find
 
-EXTRAS = {"modal", "ssh"}
+EXTRAS = {"docker", "modal", "nomad", "ssh"}
 """Built-in backends whose dependencies are an extra of the same name."""
 
 
@@ -21,7 +21,7 @@ def make_backend(config: SlotPoolConfig) -> Backend:
     Raises:
         ConfigError: it can't be imported, or its entry point does not return a backend.
     """
-    backend = _load("backend", config.backend)(config)
+    backend = load("backend", config.backend)(config)
     if not isinstance(backend, Backend):
         raise ConfigError(
             f"backend: {config.backend!r} ({find(config.backend).value}) makes a {type(backend).__name__}, not a "
@@ -43,7 +43,7 @@ async def open_survey(backend: str, job_id: str, *, address: str | None) -> Surv
         BackendUnavailable: the engine does not answer.
     """
     try:
-        make = _load("--backend", backend)
+        make = load("--backend", backend)
     except ValueError as error:
         raise ConfigError(str(error) if isinstance(error, ConfigError) else f"--backend {backend!r}: {error}") from None
     if not (isinstance(make, type) and issubclass(make, Backend)):
@@ -51,7 +51,7 @@ async def open_survey(backend: str, job_id: str, *, address: str | None) -> Surv
     return await make.survey(job_id, address)
 
 
-def _load(setting: str, name: str) -> Callable[[SlotPoolConfig], Any]:
+def load(setting: str, name: str) -> Callable[[SlotPoolConfig], Any]:
     """What makes a backend.
 
     Raises:

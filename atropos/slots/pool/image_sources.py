@@ -258,9 +258,11 @@ def _save(image_id: str, docker_host: str | None, file: IO[bytes]) -> None:
 @contextlib.contextmanager
 def _engines_image(name: str, docker_host: str | None) -> Generator[Any]:
     """An engine's image, by name or id."""
-    import docker
-    from docker.errors import DockerException
-
+    try:
+        import docker
+        from docker.errors import DockerException
+    except ImportError as error:
+        raise ConfigError("image: docker-daemon: needs the extra `docker`: pip install 'atropos[docker]'") from error
     try:
         with contextlib.closing(docker.DockerClient(docker_host) if docker_host else docker.from_env()) as client:
             yield client.images.get(name)

@@ -251,10 +251,16 @@ def _own_app(token: SecretStr | None, tools: Sequence[Tool]) -> Starlette:
     """The application that the package registers for `inprocess`.
 
     Raises:
-        ConfigError: none is registered.
+        ConfigError: none is registered, or what it needs is not installed.
     """
     for point in entry_points(group=ENTRY_POINTS, name=INPROCESS):
-        return point.load()(token=token, tools=tools)
+        try:
+            make = point.load()
+        except ImportError as error:
+            raise ConfigError(
+                f"tool_server_url: 'inprocess' needs the extra `server`: pip install 'atropos[server]' ({error})"
+            ) from error
+        return make(token=token, tools=tools)
     raise ConfigError(
         f"tool_server_url: 'inprocess' needs the entry points of {ENTRY_POINTS}; install atropos (pip install -e .)"
     )

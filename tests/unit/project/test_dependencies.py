@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import os
 import re
 import subprocess
 import sys
@@ -18,7 +19,13 @@ from atropos.adapters.extras import NO_EXTRA
 ROOT = Path(__file__).resolve().parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = {
+    "atropos/api": "server",
     "atropos/envs": "env",
+    "atropos/slots/backends/docker": "docker",
+    "atropos/slots/backends/nomad": "nomad",
+    "atropos/slots/pool/image_sources": "docker",
+    "atropos/tools/executor": "server",
+    "atropos/tools/tool_server": "server",
     "atropos/slots/backends/modal": "modal",
     "atropos/slots/backends/ssh": "ssh",
     "atropos/testing": "testing",
@@ -30,7 +37,8 @@ EXTRAS = {
     "atropos/adapters/swerex": "swerex",
     "atropos/adapters/verifiers": "verifiers",
 }
-"""Folders whose imports an extra may bring; those of atropos/api that belong to one are imported inside functions."""
+"""Folders whose imports an extra may bring; those of atropos/api that belong to `web` or `mcp` are imported inside
+functions, and those of atropos/tools are types."""
 KITS = {
     "atropos/adapters/deepagents": "deepagents",
     "atropos/adapters/google_adk": "google-adk",
@@ -67,11 +75,12 @@ def normal(requirement: str) -> str:
 
 
 CORE = {normal(one) for one in PROJECT["dependencies"]}
-OF_EXTRA = {name: {normal(one) for one in listed} for name, listed in PROJECT["optional-dependencies"].items()}
-
-
-EXTRA_ONLY = set().union(*OF_EXTRA.values()) - CORE - {"typing-extensions"}
-"""pydantic brings typing-extensions to every installation."""
+OF_EXTRA = {
+    name: {normal(one) for one in listed} - {"atropos"} for name, listed in PROJECT["optional-dependencies"].items()
+}
+BROUGHT = {"httpcore", "typing-extensions", "urllib3", "yarl"}
+"""By httpx, pydantic, requests and aiohttp."""
+EXTRA_ONLY = set().union(*OF_EXTRA.values()) - CORE - BROUGHT
 
 
 def imported(source: str) -> set[str]:
@@ -123,15 +132,50 @@ def test_dependencies_are_imported() -> None:
 
 @pytest.mark.slow("starts Python anew")
 @pytest.mark.parametrize(
-    "module", ["atropos.slots", "atropos.tools", "atropos.api.tool_server", "atropos.api.executor_api", "atropos.cli"]
+    ("module", "extra"),
+    [
+        ("atropos.slots", ""),
+        ("atropos.tools", ""),
+        ("atropos.tasks.folder", ""),
+        ("atropos.cli.app; atropos.cli.app.command_line()", ""),
+        ("atropos.slots.backends.docker.backend", "docker"),
+        ("atropos.slots.backends.nomad.backend", "nomad"),
+        ("atropos.api.tool_server", "server"),
+        ("atropos.api.executor_api", "server"),
+    ],
 )
-def test_core_needs_no_extra(module: str) -> None:
-    """As in an installation without extras: what only an extra brings can't be imported."""
-    needed = {name for name, owners in provided_by().items() if {normal(one) for one in owners} & EXTRA_ONLY}
+def test_core_needs_no_extra(module: str, extra: str) -> None:
+    """As in an installation with one extra or none: what only others bring can't be imported."""
+    absent = EXTRA_ONLY - OF_EXTRA.get(extra, set())
+    needed = {name for name, owners in provided_by().items() if {normal(one) for one in owners} & absent}
     needed = needed - NAMESPACES.keys() | {"opentelemetry.sdk", "opentelemetry.exporter"}  # fastapi brings its API
     code = f"import sys\nabsent = {sorted(needed)!r}\nfor name in absent: sys.modules[name] = None\nimport {module}\n"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("absent", "command", "said"),
+    [
+        (
+            "fastapi",
+            "executor-server",
+            "atropos executor-server needs the extra `server`: pip install 'atropos[server]'",
+        ),
+        ("uvicorn", "tool-server", "atropos tool-server needs the extra `server`: pip install 'atropos[server]'"),
+        ("nomad", "pool status", "'nomad' (atropos.slots.backends.nomad.backend:NomadBackend) can't be loaded"),
+        ("docker", "pool status --backend docker", "; pip install 'atropos[docker]'"),
+        ("docker", "doctor", "pip install 'atropos[docker]' (only for backend docker)"),
+    ],
+)
+def test_commands_name_their_extra(absent: str, command: str, said: str) -> None:
+    code = f"import sys; sys.modules[{absent!r}] = None; sys.argv = ['atropos', *{command.split()}]; import atropos.cli; atropos.cli.main()"
+    environment = {**os.environ, "COLUMNS": "400"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False, env=environment
+    )
+    assert said in done.stdout + done.stderr, done
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("wanted", ["from atropos.envs import AgentEnv", "import atropos.envs.task_env"])
