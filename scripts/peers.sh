@@ -39,6 +39,15 @@ if [ ! -x .peers/e2b-2.7.0/bin/python ]; then
   "${uv[@]}" venv --quiet --python "$python" .peers/e2b-2.7.0
   "${uv[@]}" pip install --quiet --python .peers/e2b-2.7.0/bin/python e2b==2.7.0
 fi
+# What builds on that SDK, langchain-e2b with the deepagents that it takes.
+clients=(e2b==2.63.0 e2b-code-interpreter==2.11.5 langchain-e2b==0.0.6 deepagents==0.6.12 openai-agents==0.24.0 pytest==9.2.0 pytest-asyncio==1.5.0)
+ready=.peers/e2b-clients/ready-$(echo "$python" "${clients[@]}" | sha256sum | cut -c1-16)
+if [ ! -e "$ready" ]; then
+  rm -rf .peers/e2b-clients
+  "${uv[@]}" venv --quiet --python "$python" .peers/e2b-clients
+  "${uv[@]}" pip install --quiet --python .peers/e2b-clients/bin/python "${clients[@]}"
+  touch "$ready"
+fi
 # npm's: the oldest version that the page names, and the newest; the tests ask for the newest.
 if npm=$(command -v npm) && node -e 'process.exit(parseInt(process.versions.node) < 20 ? 1 : 0)' 2>/dev/null; then
   for version in 2.14.1 2.51.0; do

@@ -19,6 +19,7 @@ BIN = ROOT / ".peers" / "bin"
 VERIFIERS = ROOT / ".peers" / "verifiers" / "bin"
 NEMO_GYM = ROOT / ".peers" / "nemo-gym" / "bin"
 KITS = ROOT / ".peers" / "kits" / "bin"
+E2B_CLIENTS = ROOT / ".peers" / "e2b-clients" / "bin"
 
 
 def needs(program: str, where: Path = BIN) -> pytest.MarkDecorator:
