@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# OpenHands' own packages against slots: `openhands.sh [PYTEST ARGUMENTS]`. The SDK goes into one environment, its agent server into a copy of a
+# OpenHands' own packages against slots: `openhands.sh [PYTEST ARGUMENTS]`. The SDK and its tools go into one environment, its agent server into a copy of a
 # minimal Debian, which is the slots' base; a gigabyte, made once as root, in ~/.cache/atropos/openhands.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -12,7 +12,7 @@ if [ ! -e "$ready" ]; then
     "$python" -c '' 2>/dev/null && break # which the packages need
   done
   bash scripts/uv.sh venv --quiet --python "$python" "$folder/venv"
-  bash scripts/uv.sh pip install --quiet --python "$folder/venv/bin/python" -r pyproject.toml --extra testing "${packages[0]}"
+  bash scripts/uv.sh pip install --quiet --python "$folder/venv/bin/python" -r pyproject.toml --extra testing "${packages[@]:0:2}"
   PYTHONPATH=$PWD .venv/bin/python - "$folder/root" <<'PYTHON'
 import subprocess, sys
 from tests.debian import base

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -14,6 +17,7 @@ from pydantic import ValidationError
 from atropos.adapters.openhands import AtroposRemoteWorkspace
 from atropos.adapters.sharing import SandboxGoneError
 from tests.adapters.hosts.accident import kill_container
+from tests.adapters.peers import ROOT
 
 SERVER = ("python3", "-m", "openhands.agent_server")
 VARIABLES = {"PYTHONPATH": "/opt/openhands", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "HOME": "/root"}
@@ -24,6 +28,40 @@ POOL = {
     "limits": {"memory_mib": 3000},
     "base": os.environ["OPENHANDS_ROOT"],
 }
+
+
+@pytest.fixture(scope="module")
+def model_port() -> Iterator[int]:
+    """Of a model that calls the terminal with what its task says."""
+    command = [sys.executable, "-m", "tests.adapters.scripted_model", "terminal"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield urlsplit(process.stdout.readline()).port or 0
+        process.terminate()
+
+
+def test_the_agent_of_its_page_works_in_the_slot(model_port: int, capfd: pytest.CaptureFixture[str]):
+    page = (ROOT / "docs/adapters/openhands.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    here = f"image=None, command={SERVER}, env={VARIABLES}, start_s=600, reach=({model_port},)"
+    for was, now in {
+        "reach=(8000,)": here,
+        "localhost:8000": f"localhost:{model_port}",
+        '{"backend": "local", "limits": {"memory_mib": 3000}}': repr(POOL),
+        "Write the word done into a file.": "RUN<echo $((6 * 7)) > answer>RUN",
+    }.items():
+        assert was in block
+        block = block.replace(was, now)
+    block += """
+    print("status", conversation.state.execution_status.value)
+    print("written", workspace.execute_command("cat answer").stdout)
+    print("shown", [str(event) for event in conversation.state.events if "Observation" in type(event).__name__])
+    conversation.close()
+"""
+    exec(block, {"__name__": "__main__"})
+    said = capfd.readouterr().out
+    assert "status finished\nwritten 42\n" in said, said
+    assert "42" in said.partition("shown")[2], "what the agent's own terminal printed"
 
 
 @pytest.fixture(scope="module")

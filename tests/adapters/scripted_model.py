@@ -1,9 +1,13 @@
-"""A chat model over HTTP that follows a script: each task's text is its first command, then it submits what that wrote and ends."""
+"""A chat model over HTTP that follows a script: each task's text is its first command, then it submits what that wrote and ends.
+
+`python -m tests.adapters.scripted_model TOOL` is one in a process of its own, whose commands are calls of that tool; it prints its URL.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,17 +20,19 @@ SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && cat answer"
 class Model(BaseHTTPRequestHandler):
     asked: Callable[[str], None] = staticmethod(lambda _: None)
     """Called with a task's text before its first answer."""
+    tool = "bash"
 
     def do_POST(self) -> None:
         length = int(self.headers["Content-Length"])
         messages: list[dict[str, Any]] = json.loads(self.rfile.read(length))["messages"]
         command = SUBMIT
         if messages[-1]["role"] == "user":
-            found = re.search(r"RUN<(.*?)>RUN", messages[-1]["content"])
+            text = str(messages[-1]["content"])  # or a list of parts
+            found = re.search(r"RUN<(.*?)>RUN", text)
             assert found, messages
             command = found[1]
-            self.asked(messages[-1]["content"])
-        call = {"name": "bash", "arguments": json.dumps({"command": command})}
+            self.asked(text)
+        call = {"name": self.tool, "arguments": json.dumps({"command": command})}
         message = {
             "role": "assistant",
             "content": "",
@@ -67,3 +73,10 @@ def scripted_model(asked: Callable[[str], None] = Model.asked) -> Iterator[str]:
         finally:
             server.shutdown()
             thread.join()
+
+
+if __name__ == "__main__":
+    Model.tool = sys.argv[1]
+    with ThreadingHTTPServer(("127.0.0.1", 0), Model) as own:
+        print(f"http://127.0.0.1:{own.server_port}/v1", flush=True)
+        own.serve_forever()

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import random
+import subprocess
+import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +16,7 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedModel, Qwen3ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 from atropos.adapters.sharing import SandboxGoneError
@@ -21,6 +25,7 @@ from atropos.errors import ConfigError
 from examples.policy.tokenizer import FOLDER
 from tests.adapters.hosts.accident import kill_container
 from tests.files import write_files
+from tests.inference import dialogs
 from tests.trainers.packages import tiny_model
 
 POOL = {"backend": "local", "slots_per_container": 4, "max_containers": 1}
@@ -40,11 +45,16 @@ def task(tmp_path: Path) -> Path:
     return write_files(tmp_path / "one", files)
 
 
-def trainer(tmp_path: Path, commands: list[str], accident=lambda: None, **settings) -> GRPOTrainer:
-    """One whose model calls `bash` with the command of its place in the batch, and is done."""
+def qwen3_tokenizer():
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     tokenizer.pad_token, tokenizer.eos_token = "<|endoftext|>", "<|im_end|>"
     tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates/qwen3.jinja").read_text()
+    return tokenizer
+
+
+def trainer(tmp_path: Path, commands: list[str], accident=lambda: None, **settings) -> GRPOTrainer:
+    """One whose model calls `bash` with the command of its place in the batch, and is done."""
+    tokenizer = qwen3_tokenizer()
     model = tiny_model(tokenizer)
 
     def generate(input_ids, **_):
@@ -61,6 +71,11 @@ def trainer(tmp_path: Path, commands: list[str], accident=lambda: None, **settin
         return torch.cat([input_ids, ids.to(input_ids.device)], dim=1)
 
     model.generate = generate
+    return grpo(tmp_path, model, tokenizer, **settings)
+
+
+def grpo(tmp_path: Path, model: PreTrainedModel, tokenizer, **settings) -> GRPOTrainer:
+    """Two batches of four rollouts each."""
     args = GRPOConfig(
         str(tmp_path / "out"), num_generations=4, per_device_train_batch_size=4, max_steps=2, learning_rate=1e-2, use_cpu=True,
         bf16=False, logging_steps=1, report_to=[], save_strategy="no", max_completion_length=2000,
@@ -164,6 +179,56 @@ def test_a_slot_has_tools_of_ones_own(tmp_path: Path):
     assert batch.shown[2] == ["\n[it took longer than 1 seconds, and was killed]"]
     assert "characters left out" in batch.shown[3][0]
     assert Counting(pool=POOL).lost is False
+
+
+@pytest.fixture(scope="module")
+def acting_model() -> Path:
+    """The tiny model of `make test-inference`, which calls a terminal by itself; where it isn't there, it is trained."""
+    kept = os.environ.get("ATROPOS_CACHE") or f"{os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'}/atropos"
+    folder = Path(kept) / "inference"
+    if not (folder / "model/model.safetensors").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        conversations = folder / "conversations.jsonl"
+        subprocess.run([sys.executable, "-m", "tests.inference.dialogs", conversations], check=True)
+        training = [sys.executable, "tests/inference/tiny_model.py", conversations, FOLDER, folder / "model", "900"]
+        subprocess.run(training, check=True)
+    return folder / "model"
+
+
+class Terminal(AtroposSlot):
+    """A slot with the files that the tiny model looks at, and the tool that it knows."""
+
+    def reset(self, **row) -> None:
+        super().reset(**row)
+        for name in dialogs.FILES:
+            self.slot.write_file(name, f"{name} of a slot\n")
+
+    def terminal(self, command: str) -> str:
+        """Run a command.
+
+        Args:
+            command: The command line.
+        """
+        return self.bash(command)
+
+
+def test_a_model_calls_tools_by_itself(acting_model: Path, tmp_path: Path):
+    """TRL samples every token and reads every call; nothing is put into the model's mouth."""
+
+    def looked(completions, **_):
+        return [float(sum(message["role"] == "tool" for message in one)) for one in completions]
+
+    task = [{"role": "system", "content": dialogs.SYSTEM}, {"role": "user", "content": dialogs.task(random.Random(1))}]
+    model = Qwen3ForCausalLM.from_pretrained(acting_model)
+    training = grpo(
+        tmp_path, model, qwen3_tokenizer(), reward_funcs=looked,
+        train_dataset=Dataset.from_dict({"prompt": [task] * 4}), environment_factory=partial(Terminal, pool=POOL),
+    )  # fmt: skip
+    first, *_ = trained(training)
+    shown = [text for one in first.shown for text in one]
+    assert len(shown) >= 4, first.shown
+    assert sum(" of a slot" in text or text.split()[-1:] == ["1"] for text in shown) >= 2, shown
+    assert any(len(one) > 2 for one in first.shown), "it goes on after what it was shown"
 
 
 def test_an_agent_that_breaks_the_tests_scores_0(task: Path):
