@@ -1082,6 +1082,9 @@ def test_unreachable_hosts_are_noted(folder):
     many = ", ".join(f"'a{number}.debian.org'" for number in range(257))
     (folder / "task.toml").write_text(f"[agent]\nnetwork_mode = 'allowlist'\nallowed_hosts = [{many}]\n")
     assert [each.split(";")[0] for each in fit(load_task(folder), room).refused] == ["agent.allowed_hosts: 257 hosts"]
+    most = many.removesuffix(", 'a256.debian.org'")
+    (folder / "task.toml").write_text(f"[agent]\nnetwork_mode = 'allowlist'\nallowed_hosts = [{most}]\n")
+    assert fit(load_task(folder), room).refused == ()
     (folder / "task.toml").write_text("[environment]\nnetwork_mode = 'public'\n")
     assert fit(load_task(folder), Room(Resources(memory_mib=1024, disk_mib=512), network=False)).notes == (
         "agent.network_mode: slots have no network",

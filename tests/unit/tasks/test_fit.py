@@ -1,0 +1,68 @@
+"""What a lease asks for beyond a plain slot, to the unit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from atropos.resources import Resources
+from atropos.tasks.fit import Room, fit
+from atropos.tasks.folder import load_task
+from atropos.wire import LeaseLimits
+from tests.files import write_files
+
+ROOM = Room(Resources(memory_mib=512, disk_mib=256))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "limits"),
+    [
+        (Resources(memory_mib=512, disk_mib=256, cpus=1), None),
+        (Resources(memory_mib=513), LeaseLimits(memory_mib=513)),
+        (Resources(disk_mib=257), LeaseLimits(disk_mib=257)),
+        (Resources(cpus=1.5), LeaseLimits(cpu_quota=1.5)),
+        (Resources(gpus=1), LeaseLimits(gpus=1, gpu_types=("H100",))),
+    ],
+)
+def test_only_what_is_more_is_asked_for(wanted, limits):
+    assert ROOM.beyond(wanted, ["H100"]) == limits
+
+
+def test_a_slot_s_cores_are_its_own():
+    room = replace(ROOM, slot=Resources(memory_mib=512, disk_mib=256, cpus=2))
+    assert room.beyond(Resources(cpus=2)) is None
+    assert room.beyond(Resources(cpus=2.5)) == LeaseLimits(cpu_quota=2.5)
+
+
+def test_files_beyond_memory_are_on_disk():
+    for limits, on_disk in (
+        (None, 0),
+        (LeaseLimits(), 0),
+        (LeaseLimits(disk_mib=512), 0),
+        (LeaseLimits(disk_mib=513), 513),
+        (LeaseLimits(disk_mib=1024, memory_mib=1024), 0),
+        (LeaseLimits(disk_mib=1025, memory_mib=1024), 1025),
+    ):
+        assert ROOM.on_disk(limits) == on_disk
+        assert replace(ROOM, volume="memory").on_disk(limits) == 0
+
+
+def test_memory_is_of_all_that_join():
+    assert ROOM.memory_of(None) == 512
+    limits = LeaseLimits(memory_mib=256, members=(LeaseLimits(memory_mib=1024), LeaseLimits(disk_mib=9)))
+    assert ROOM.memory_of(limits) == 512 + 1024 + 512
+    assert (ROOM.most, replace(ROOM, most_mib=4096).most) == (512, 4096)
+
+
+def test_a_default_justifies_no_larger_lease(tmp_path):
+    files = {"instruction.md": "Do it.\n", "environment/a": "a", "tests/test.sh": "true\n"}
+    room = Room(Resources(memory_mib=512, disk_mib=20_000), most_mib=1024)
+    for memory, lease in ((2048, None), (2000, LeaseLimits(memory_mib=1024))):
+        toml = f'version = "1.0"\n[environment]\nmemory_mb = {memory}\n'
+        found = fit(
+            load_task(write_files(tmp_path / f"of-{memory}", {**files, "task.toml": toml})), room, policy="clamp"
+        )
+        assert found.limits == lease
+        assert found.clamped == (f"environment.memory_mb: {memory} wanted, slots have at most 1024",)
+        assert "raise slot_memory_mib" in found.lowered["memory"]
