@@ -177,7 +177,7 @@ async def _unpack_file(slot: Slot, target: str, file: Path, owner: str | None, s
         raise TaskBroken(f"ADD {source}: {error}") from None
 
 
-async def copy_from_stage(slot: Slot, step: Copy, taken: Sequence[PackedFiles]) -> None:
+async def copy_from_stage(slot: Slot, step: Copy, copied: Sequence[PackedFiles]) -> None:
     """Put what was taken from a stage where a COPY wants it.
 
     Raises:
@@ -185,7 +185,7 @@ async def copy_from_stage(slot: Slot, step: Copy, taken: Sequence[PackedFiles]) 
         TaskBroken: there is no such owner.
     """
     owner = None if step.owner is None else await owner_ids(slot, step.owner)
-    for packed in taken:
+    for packed in copied:
         archive = packed.archive
         with tarfile.open(fileobj=archive, mode="r:", tarinfo=WholeTar) as tar:
             first = tar.next()

@@ -97,7 +97,9 @@ def read_compose(folder: Path, *, made: bool) -> Service | None:
     if path is None:
         return None
     tables, closed = _tables(path)
-    services = {name: _service(name, said, folder, f"{path}: services.{name}", tables) for name, said in tables.items()}
+    services = {
+        name: _service(name, entry, folder, f"{path}: services.{name}", tables) for name, entry in tables.items()
+    }
     services = {
         name: replace(each, offline=each.offline or closed.issuperset(values.networks(tables[name].networks)))
         for name, each in services.items()
@@ -160,9 +162,9 @@ def _tables(path: Path) -> tuple[dict[str, _ServiceTable], set[str]]:
     services = table(table(raw).get("services"))
     if not services:
         raise ConfigError(f"{path}: has no services; name one, `main`")
-    chosen = {name: said for name, said in services.items() if name in _MAIN or not table(said).get("profiles")}
-    closed = {name for name, said in table(table(raw).get("networks")).items() if table(said).get("internal") is True}
-    return {name: _table(said, f"{path}: services.{name}") for name, said in (chosen or services).items()}, closed
+    chosen = {name: entry for name, entry in services.items() if name in _MAIN or not table(entry).get("profiles")}
+    closed = {name for name, entry in table(table(raw).get("networks")).items() if table(entry).get("internal") is True}
+    return {name: _table(entry, f"{path}: services.{name}") for name, entry in (chosen or services).items()}, closed
 
 
 def _table(given: object, where: str) -> _ServiceTable:
@@ -183,27 +185,27 @@ def _table(given: object, where: str) -> _ServiceTable:
     return service
 
 
-def _service(name: str, said: _ServiceTable, folder: Path, where: str, tables: Mapping[str, _ServiceTable]) -> Service:
-    mode = values.filled(said.network_mode or "bridge", f"{where}.network_mode")
+def _service(name: str, entry: _ServiceTable, folder: Path, where: str, tables: Mapping[str, _ServiceTable]) -> Service:
+    mode = values.filled(entry.network_mode or "bridge", f"{where}.network_mode")
     if mode not in ({"bridge", "none", "default"} if len(tables) == 1 else {"bridge", "default"}):
         raise ConfigError(f"{where}.network_mode: {mode!r} can't be honoured in a slot; leave it out")
-    build = said.build if isinstance(said.build, _ComposeBuild) else _ComposeBuild(context=said.build or ".")
-    context, file = (None, None) if said.build is None else _build(build, folder, where)
-    image = None if file is not None or _FROM_HARNESS.fullmatch(said.image or "") else said.image
-    workdir = values.filled(said.working_dir or "", f"{where}.working_dir")
+    build = entry.build if isinstance(entry.build, _ComposeBuild) else _ComposeBuild(context=entry.build or ".")
+    context, file = (None, None) if entry.build is None else _build(build, folder, where)
+    image = None if file is not None or _FROM_HARNESS.fullmatch(entry.image or "") else entry.image
+    workdir = values.filled(entry.working_dir or "", f"{where}.working_dir")
     if workdir and not workdir.startswith("/"):
         raise ConfigError(f"{where}.working_dir: {workdir!r:.80} doesn't begin with /; write the whole path")
-    resources = table(table(said.deploy).get("resources"))
+    resources = table(table(entry.deploy).get("resources"))
     limits, reserved = table(resources.get("limits")), table(resources.get("reservations"))
-    platforms = [said.platform] if said.platform else build.platforms
-    memory = values.number(said.mem_limit or limits.get("memory"), f"{where}.mem_limit")
-    in_memory = values.number(said.shm_size, f"{where}.shm_size")
+    platforms = [entry.platform] if entry.platform else build.platforms
+    memory = values.number(entry.mem_limit or limits.get("memory"), f"{where}.mem_limit")
+    in_memory = values.number(entry.shm_size, f"{where}.shm_size")
     shared = values.shared_sources(each.volumes or () for each in tables.values())
-    networks = values.networks(said.networks, f"{where}.networks")
+    networks = values.networks(entry.networks, f"{where}.networks")
     more = itertools.chain.from_iterable(networks.values())
-    container = [] if said.container_name is None or "$" in said.container_name else [said.container_name]
+    container = [] if entry.container_name is None or "$" in entry.container_name else [entry.container_name]
     names = tuple(dict.fromkeys((name, *container, *more)))
-    hosts = values.extra_hosts(said.extra_hosts, f"{where}.extra_hosts")
+    hosts = values.extra_hosts(entry.extra_hosts, f"{where}.extra_hosts")
     if unfit := next((each for each in (*names, *hosts, *networks) if not _NAME.fullmatch(each)), None):
         raise ConfigError(f"{where}: {unfit!r:.80} can't be the name of a host or network; use letters, digits and -")
     return Service(
@@ -214,26 +216,26 @@ def _service(name: str, said: _ServiceTable, folder: Path, where: str, tables: M
         arguments=values.environment(build.args, f"{where}.build.args"),
         target=values.filled(build.target or "", f"{where}.build.target") or None,
         image=None if image is None else values.filled(image, f"{where}.image"),
-        entrypoint=None if said.entrypoint is None else values.words(said.entrypoint, f"{where}.entrypoint"),
-        command=values.words(said.command or "", f"{where}.command"),
+        entrypoint=None if entry.entrypoint is None else values.words(entry.entrypoint, f"{where}.entrypoint"),
+        command=values.words(entry.command or "", f"{where}.command"),
         env={
-            **values.env_files(said.env_file, folder, f"{where}.env_file"),
-            **values.environment(said.environment, f"{where}.environment"),
+            **values.env_files(entry.env_file, folder, f"{where}.env_file"),
+            **values.environment(entry.environment, f"{where}.environment"),
         },
         workdir=workdir or None,
-        user=None if said.user is None else values.filled(str(said.user), f"{where}.user"),
+        user=None if entry.user is None else values.filled(str(entry.user), f"{where}.user"),
         platforms=tuple(values.filled(each, f"{where}.platform") for each in platforms),
         networks=tuple(networks),
         offline=mode == "none",
         memory_mib=None if memory is None else max(1, int(memory) >> 20),
         shm_mib=None if in_memory is None else max(1, int(in_memory) >> 20),
-        cpus=values.number(said.cpus or limits.get("cpus"), f"{where}.cpus"),
-        gpus=values.gpus(said.gpus, reserved.get("devices"), where),
-        depends_on=values.dependencies(said.depends_on, tuple(tables), f"{where}.depends_on"),
-        healthcheck=values.healthcheck(said.healthcheck, f"{where}.healthcheck"),
-        restart=values.restarts(said.restart, f"{where}.restart"),
-        volumes=values.volumes(said.volumes or (), folder, f"{where}.volumes", shared),
-        tmpfs=values.tmpfs(said.tmpfs, said.volumes or (), f"{where}.tmpfs"),
+        cpus=values.number(entry.cpus or limits.get("cpus"), f"{where}.cpus"),
+        gpus=values.gpus(entry.gpus, reserved.get("devices"), where),
+        depends_on=values.dependencies(entry.depends_on, tuple(tables), f"{where}.depends_on"),
+        healthcheck=values.healthcheck(entry.healthcheck, f"{where}.healthcheck"),
+        restart=values.restarts(entry.restart, f"{where}.restart"),
+        volumes=values.volumes(entry.volumes or (), folder, f"{where}.volumes", shared),
+        tmpfs=values.tmpfs(entry.tmpfs, entry.volumes or (), f"{where}.tmpfs"),
         extra_hosts=hosts,
     )
 

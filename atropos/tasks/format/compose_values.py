@@ -128,11 +128,11 @@ def env_files(value: object, folder: Path, where: str) -> dict[str, str]:
     """
     variables: dict[str, str] = {}
     for each in cast("list[object]", value) if isinstance(value, list) else [value] if value else []:
-        said = table(each) or {"path": each}
-        path = _inside(folder, filled(str(said.get("path")), where), where)
-        if unknown := said.keys() - {"path", "required"}:
+        entry = table(each) or {"path": each}
+        path = _inside(folder, filled(str(entry.get("path")), where), where)
+        if unknown := entry.keys() - {"path", "required"}:
             raise ConfigError(f"{where}: {min(unknown)} can't be honoured; remove it")
-        if said.get("required") is False and not path.exists():
+        if entry.get("required") is False and not path.exists():
             continue
         for number, line in enumerate(read_text(path, "write it, or remove it").splitlines(), 1):
             text = line.strip().removeprefix("export ").lstrip()
@@ -170,18 +170,18 @@ def words(value: str | Sequence[str], where: str) -> tuple[str, ...]:
 
 def healthcheck(value: object, where: str) -> HealthConfig | None:
     """What is said of a health check; None: nothing, so that the image's holds."""
-    said = table(value)
-    if not said:
+    entry = table(value)
+    if not entry:
         return None
-    test = said.get("test")
-    if said.get("disable") is True or test in ("NONE", ["NONE"]):
+    test = entry.get("test")
+    if entry.get("disable") is True or test in ("NONE", ["NONE"]):
         return HealthConfig(test=health.NONE)
-    given = ["CMD-SHELL", test] if isinstance(test, str) else test
-    words = [filled(str(word), where) for word in cast("list[object]", given)] if isinstance(given, list) else []
+    command = ["CMD-SHELL", test] if isinstance(test, str) else test
+    words = [filled(str(word), where) for word in cast("list[object]", command)] if isinstance(command, list) else []
     known = (words[:1] == ["CMD"] and len(words) > 1) or (words[:1] == ["CMD-SHELL"] and len(words) == 2)
-    if given is not None and not known:
+    if command is not None and not known:
         raise ConfigError(f"{where}.test: {test!r:.80}: write CMD and words, or CMD-SHELL and a line")
-    return health.described(words, said, f"{where}.")
+    return health.described(words, entry, f"{where}.")
 
 
 def dependencies(value: object, names: Sequence[str], where: str) -> dict[str, Condition]:
@@ -189,11 +189,11 @@ def dependencies(value: object, names: Sequence[str], where: str) -> dict[str, C
     conditions: dict[str, Condition] = {}
     if isinstance(value, list):
         return {str(name): "service_started" for name in cast("list[object]", value)}
-    for name, said in table(value).items():
-        condition = table(said).get("condition", "service_started")
+    for name, entry in table(value).items():
+        condition = table(entry).get("condition", "service_started")
         if condition not in get_args(Condition):
             raise ConfigError(f"{where}.{name}.condition: {condition!r:.50} is none; write service_healthy, or another")
-        if name in names or table(said).get("required", True):
+        if name in names or table(entry).get("required", True):
             conditions[name] = cast("Condition", condition)
     return conditions
 
@@ -213,11 +213,11 @@ def volumes(value: Sequence[object], folder: Path, where: str, shared: Collectio
         ConfigError: it is outside of the task's folder, or of another kind.
     """
     return tuple(
-        found
+        volume
         for each in value
         if not _OF_HARNESS.search(_said_of(each))
         and (not _is_log(each) or _source(each) in shared)
-        and (found := _volume(each, folder, where))
+        and (volume := _volume(each, folder, where))
     )
 
 
@@ -229,14 +229,14 @@ def shared_sources(services: Iterable[Sequence[object]]) -> set[str]:
 
 def _said_of(value: object) -> str:
     """A volume as its short form says it."""
-    said = table(value)
-    return f"{said.get('source') or ''}:{said.get('target')}" if said else str(value)
+    entry = table(value)
+    return f"{entry.get('source') or ''}:{entry.get('target')}" if entry else str(value)
 
 
 def _source(value: object) -> str:
     """The source as the file names it, a path with a / in it; empty: there is none."""
-    found = _PLACES.match(_said_of(value))
-    source = (found and found[1]) or ""
+    match = _PLACES.match(_said_of(value))
+    source = (match and match[1]) or ""
     if table(value).get("type") == "bind" or source.startswith((".", "/", "~")):
         return posixpath.join("./", posixpath.normpath(source))
     return source
@@ -244,16 +244,16 @@ def _source(value: object) -> str:
 
 def _is_log(value: object) -> bool:
     """Whether a volume is mounted at /logs or below."""
-    found = _PLACES.match(_said_of(value))
-    target = _VARIABLE.sub(lambda variable: variable[2] or variable[0], found[2]) if found else ""
+    match = _PLACES.match(_said_of(value))
+    target = _VARIABLE.sub(lambda variable: variable[2] or variable[0], match[2]) if match else ""
     return f"{posixpath.normpath(target)}/".startswith("/logs/")
 
 
 def _volume(value: object, folder: Path, where: str) -> ServiceVolume | None:
     if isinstance(value, dict):
-        said = table(cast("object", value))
-        kind, source, target = (str(said.get(name) or "") for name in ("type", "source", "target"))
-        read_only = said.get("read_only") is True
+        entry = table(cast("object", value))
+        kind, source, target = (str(entry.get(name) or "") for name in ("type", "source", "target"))
+        read_only = entry.get("read_only") is True
     else:
         *source_and, target = parts = filled(str(value), where).split(":")
         options = set[str]()
@@ -291,17 +291,17 @@ def tmpfs(value: object, mounts: Sequence[object], where: str) -> dict[str, str]
     """The folders that `tmpfs` and volumes of this type name, each with its mode."""
     folders: dict[str, str] = {}
     for each in cast("list[object]", value) if isinstance(value, list) else [value] if value else []:
-        target, _, said = filled(str(each), where).partition(":")
+        target, _, text = filled(str(each), where).partition(":")
         options = dict[str, str](
-            (name, content) for name, _, content in (one.partition("=") for one in filter(None, said.split(",")))
+            (name, content) for name, _, content in (one.partition("=") for one in filter(None, text.split(",")))
         )
         if unknown := options.keys() - _TMPFS_OPTIONS:
             raise ConfigError(f"{where}: {each}: option {min(unknown)!r} can't be honoured; remove it")
         folders[target] = options.get("mode", "1777")
-    for said in map(table, mounts):
-        if said.get("type") == "tmpfs":
-            mode = table(said.get("tmpfs")).get("mode", 0o1777)
-            folders[filled(str(said.get("target")), where)] = (
+    for mount in map(table, mounts):
+        if mount.get("type") == "tmpfs":
+            mode = table(mount.get("tmpfs")).get("mode", 0o1777)
+            folders[filled(str(mount.get("target")), where)] = (
                 f"{mode:o}" if isinstance(mode, int) else str(mode).removeprefix("0o")
             )
     for target, mode in folders.items():
@@ -320,11 +320,11 @@ def extra_hosts(value: object, where: str) -> dict[str, tuple[str, ...]]:
     for each in cast("list[object]", value) if isinstance(value, list) else ():
         name, _, addresses = str(each).partition("=" if "=" in str(each) else ":")
         pairs.append((name, addresses.split(",")))
-    found: dict[str, tuple[str, ...]] = {}
-    for name, said in pairs:
-        texts = [str(text) for text in cast("list[object]", said)] if isinstance(said, list) else [str(said)]
-        found[name] = (*found.get(name, ()), *(_address(text, f"{where}.{name}") for text in texts))
-    return found
+    by_name: dict[str, tuple[str, ...]] = {}
+    for name, entry in pairs:
+        texts = [str(text) for text in cast("list[object]", entry)] if isinstance(entry, list) else [str(entry)]
+        by_name[name] = (*by_name.get(name, ()), *(_address(text, f"{where}.{name}") for text in texts))
+    return by_name
 
 
 def _address(text: str, where: str) -> str:
@@ -341,16 +341,16 @@ def networks(value: object, where: str = "") -> dict[str, tuple[str, ...]]:
     Raises:
         ConfigError: it is to have an address there, or another thing that slots have not.
     """
-    for name, said in table(value).items():
-        if unknown := table(said).keys() - {"aliases", "priority", "gw_priority"}:
+    for name, entry in table(value).items():
+        if unknown := table(entry).keys() - {"aliases", "priority", "gw_priority"}:
             raise ConfigError(
                 f"{where}.{name}.{min(unknown)}: can't be honoured: a slot's address is chosen for it; use names"
             )
     if isinstance(value, list):
         return {str(name): () for name in cast("list[object]", value)}
-    named = {name: table(said).get("aliases") for name, said in table(value).items()}
-    found = {name: tuple(map(str, cast("list[object]", each))) if each else () for name, each in named.items()}
-    return found or {"default": ()}
+    named = {name: table(entry).get("aliases") for name, entry in table(value).items()}
+    names = {name: tuple(map(str, cast("list[object]", each))) if each else () for name, each in named.items()}
+    return names or {"default": ()}
 
 
 def restarts(value: object, where: str) -> Literal["no", "on-failure", "always"]:

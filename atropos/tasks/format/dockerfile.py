@@ -390,14 +390,14 @@ class _Reader(Words):
 
     def _healthcheck(self, instruction: DockerfileInstruction, stage: Building) -> None:
         known: dict[str, str] = dict.fromkeys((*(name.replace("_", "-") for name in health.TIMES), "retries"), "")
-        said = {name.replace("-", "_"): values[-1] for name, values in self._flags(instruction, known).items()}
+        options = {name.replace("-", "_"): values[-1] for name, values in self._flags(instruction, known).items()}
         kind, *words = instruction.args or [""]
         kind = kind.upper()
         if kind == "CMD" and words:
             kind = "CMD" if instruction.json else "CMD-SHELL"
         elif (kind, *words) != health.NONE:
             raise self._refusal("needs CMD and a command, or NONE")
-        described = health.described((kind, *words), said, f"{self.where} --")
+        described = health.described((kind, *words), options, f"{self.where} --")
         stage.settings = replace(stage.settings, healthcheck=described)
 
     def _entrypoint(self, instruction: DockerfileInstruction, stage: Building) -> None:
@@ -420,12 +420,12 @@ class _Reader(Words):
     def _triggered(self, text: str) -> list[DockerfileInstruction]:
         """What an ONBUILD holds for the stages that start from its own."""
         try:
-            found = instructions.read(text).instructions
+            triggered = instructions.read(text).instructions
         except DockerfileSyntaxError as error:
             raise self._refusal(f"ONBUILD {text}: {error}") from None
-        if {one.name for one in found} & {"ONBUILD", "FROM", "MAINTAINER"}:
+        if {one.name for one in triggered} & {"ONBUILD", "FROM", "MAINTAINER"}:
             raise self._refusal(f"ONBUILD {text}: is no instruction for a later build; remove it")
-        return found
+        return triggered
 
 
 def _content(document: DockerfileHeredoc) -> str:

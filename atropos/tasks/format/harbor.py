@@ -50,8 +50,8 @@ def load_harbor_task(root: Path, variables: Mapping[str, str], builder: Build, i
     else:
         instruction = "\n\n".join(read_instruction(root / "steps" / s.name / "instruction.md") for s in config.steps)
     config = config.model_copy(update={"environment": machines.with_compose(service, own)})
-    made = config.environment.docker_image is not None or dockerfile_in(environment, service).is_file()
-    if service is not None and service.beside and not made:
+    has_image = config.environment.docker_image is not None or dockerfile_in(environment, service).is_file()
+    if service is not None and service.beside and not has_image:
         raise ConfigError(f"{environment}: services.{service.name}: has neither an image nor a Dockerfile; name one")
     context = (service and service.context) or environment
     make = partial(machines.workspace, context, service, config.environment)

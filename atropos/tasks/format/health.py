@@ -44,9 +44,9 @@ def _seconds(value: object, where: str) -> float:
     return sum(float(number) * _UNITS[unit] for number, unit in parts)
 
 
-def merged(said: HealthConfig | None, image: HealthConfig | None) -> HealthConfig | None:
+def merged(own: HealthConfig | None, image: HealthConfig | None) -> HealthConfig | None:
     """The check of a container: what a compose file says, over what the image says. None: it has none."""
-    found = image if said is None else said
-    if said is not None and image is not None:
-        found = image.model_copy(update=said.model_dump(exclude_defaults=True))
-    return found if found is not None and found.test[:1] in {("CMD",), ("CMD-SHELL",)} else None
+    health = image if own is None else own
+    if own is not None and image is not None:
+        health = image.model_copy(update=own.model_dump(exclude_defaults=True))
+    return health if health is not None and health.test[:1] in {("CMD",), ("CMD-SHELL",)} else None

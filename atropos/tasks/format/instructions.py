@@ -24,8 +24,8 @@ def read(text: str) -> DockerfileAst:
     if not numbers <= starts:  # one is a line of another here-document
         numbers &= starts
         ast = _bare(lines, numbers)
-    found = [_with_onbuild(each) if each.start_line in numbers else each for each in ast.instructions]
-    return replace(ast, instructions=found)
+    expanded = [_with_onbuild(each) if each.start_line in numbers else each for each in ast.instructions]
+    return replace(ast, instructions=expanded)
 
 
 def _bare(lines: Sequence[str], numbers: Collection[int]) -> DockerfileAst:

@@ -53,16 +53,16 @@ async def taken_along(wanted: Sequence[tuple[Slot, str, Sequence[str]]]) -> Asyn
 
 
 async def _carry(
-    stack: contextlib.AsyncExitStack, wanted: Sequence[tuple[Slot, str, Sequence[str]]], left: int
+    stack: contextlib.AsyncExitStack, wanted: Sequence[tuple[Slot, str, Sequence[str]]], budget: int
 ) -> Carried:
     carried: Carried = []
-    with contextlib.ExitStack() as made:
-        folder = Path(made.enter_context(tempfile.TemporaryDirectory(prefix="atropos-artifacts-")))
+    with contextlib.ExitStack() as opened:
+        folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="atropos-artifacts-")))
         for number, (slot, path, exclude) in enumerate(wanted):
-            artifact = await carry_out(slot, path, folder / str(number), exclude, max_bytes=max(1, left))
-            left -= 0 if artifact is None else artifact.content.stat().st_size
+            artifact = await carry_out(slot, path, folder / str(number), exclude, max_bytes=max(1, budget))
+            budget -= 0 if artifact is None else artifact.content.stat().st_size
             carried.append((path, artifact))
-        stack.push(made.pop_all())
+        stack.push(opened.pop_all())
     return carried
 
 
