@@ -34,14 +34,14 @@ async def command_lines(slot: Slot) -> str:
     return (await slot.exec("cat /proc/[0-9]*/cmdline | tr '\\0' ' '")).output
 
 
-async def test_a_command_runs_and_its_end_is_a_value(slot: Slot) -> None:
+async def test_a_command_s_end_is_a_value(slot: Slot) -> None:
     result = await slot.exec("echo hi; exit 3")
     assert (result.exit_code, result.output, result.timed_out, result.truncated) == (3, "hi\n", False, False)
     assert (await slot.exec("kill -9 $$")).exit_code == -9
     assert (await slot.exec("nonsense-command")).exit_code == 127
 
 
-async def test_output_keeps_its_order_and_comes_apart_on_request(slot: Slot) -> None:
+async def test_output_is_ordered_or_apart(slot: Slot) -> None:
     result = await slot.exec("echo a; echo b >&2; echo c")
     assert result.output == "a\nb\nc\n"
     result = await slot.exec("echo a; echo b >&2; echo c", split=True)
@@ -49,7 +49,7 @@ async def test_output_keeps_its_order_and_comes_apart_on_request(slot: Slot) -> 
     assert sorted(result.output.split()) == ["a", "b", "c"]
 
 
-async def test_environment_workdir_and_stdin_reach_the_command(slot: Slot) -> None:
+async def test_env_workdir_and_stdin_arrive(slot: Slot) -> None:
     result = await slot.exec("pwd; echo $GREETING; cat", workdir="/tmp", env={"GREETING": "hé"}, stdin="in\x00put")
     assert result.output == "/tmp\nhé\nin\x00put"
     assert (await slot.exec("pwd; id -u")).output == "/workspace\n0\n"
@@ -78,14 +78,14 @@ async def test_a_program_runs_without_a_shell(slot: Slot) -> None:
     assert (without.error or "").startswith("not_started: "), "a line for the shell, which is gone"
 
 
-async def test_stdin_of_any_length_is_read_to_its_end(slot: Slot) -> None:
+async def test_long_stdin_is_read_to_its_end(slot: Slot) -> None:
     data = b"x" * (9 << 20)
     assert (await slot.exec(["wc", "-c"], stdin=data)).output == f"{len(data)}\n"
     assert (await slot.exec("rm -r /workspace; wc -c; echo $0", stdin=data)).output.startswith(f"{len(data)}\n")
     assert (await slot.exec("ls -A /tmp")).output == ""
 
 
-async def test_a_background_process_is_read_answered_and_killed(slot: Slot) -> None:
+async def test_background_process_is_held(slot: Slot) -> None:
     process = await slot.start(["sh", "-c", "read a; echo got $a >&2; cat; sleep 1000"])
     assert (await process.poll(), await process.read()) == (None, b"")
     await process.write("one\n")
@@ -102,7 +102,7 @@ async def test_a_background_process_is_read_answered_and_killed(slot: Slot) -> N
         await slot.start(["no-such-program"])
 
 
-async def test_input_waits_for_a_process_that_does_not_read(slot: Slot) -> None:
+async def test_input_waits_for_its_reader(slot: Slot) -> None:
     process = await slot.start("sleep 1; wc -c")
     await process.write(b"x" * (3 << 20))
     await process.close_stdin()
@@ -112,7 +112,7 @@ async def test_input_waits_for_a_process_that_does_not_read(slot: Slot) -> None:
         await process.write("more")
 
 
-async def test_what_a_process_prints_as_errors_is_read_apart(slot: Slot) -> None:
+async def test_errors_are_read_apart(slot: Slot) -> None:
     process = await slot.start("echo out; echo err >&2; read x; echo more >&2; exit 3", split=True)
     assert process.errors is not None
     assert await process.read(wait_s=10) == b"out\n"
@@ -125,7 +125,7 @@ async def test_what_a_process_prints_as_errors_is_read_apart(slot: Slot) -> None
     assert await again.errors.read() == b"err\nmore\n"
 
 
-async def test_output_that_is_held_until_it_is_read_never_falls_out(slot: Slot) -> None:
+async def test_held_output_never_falls_out(slot: Slot) -> None:
     command = "head -c 3000000 /dev/zero; touch wrote; head -c 3000000 /dev/zero >&2"
     process = await slot.start(command, split=True, hold=True, buffer_bytes=300_000)
     assert process.errors is not None
@@ -139,7 +139,7 @@ async def test_output_that_is_held_until_it_is_read_never_falls_out(slot: Slot) 
     assert (sizes, process.exit_code, process.dropped_bytes) == ([3_000_000] * 2, 0, 0)
 
 
-async def test_output_that_fell_out_of_the_buffer_is_counted(slot: Slot) -> None:
+async def test_dropped_output_is_counted(slot: Slot) -> None:
     process = await slot.start("head -c 100000 /dev/zero", buffer_bytes=1024)
     assert await process.wait(10) == 0
     assert len(await process.read()) + process.dropped_bytes == 100_000
@@ -156,7 +156,7 @@ async def test_a_terminal_has_a_size_that_changes(slot: Slot) -> None:
     assert b"40 120\r\n" in b"".join([piece async for piece in process.output()])
 
 
-async def test_a_users_files_have_that_users_permissions(slot: Slot) -> None:
+async def test_users_have_their_permissions(slot: Slot) -> None:
     if (await slot.exec("id", user="1234:1234")).error is not None:
         pytest.skip("slots of this host have one user")
     await slot.exec("mkdir -m 777 open; echo root > open/root; chmod 600 open/root")
@@ -175,14 +175,14 @@ async def test_binary_output_arrives_as_it_was(slot: Slot) -> None:
     assert result.output == "\ufffd\x00\ufffd"
 
 
-async def test_a_timeout_ends_the_whole_session_and_keeps_what_was_printed(slot: Slot) -> None:
+async def test_timeout_ends_the_session(slot: Slot) -> None:
     result = await slot.exec("echo before; sleep 1000 & sleep 1000", timeout_s=3)
     assert result.timed_out
     assert result.output == "before\n"
     assert "sleep" not in await command_lines(slot)
 
 
-async def test_a_background_child_that_holds_the_pipe_does_not_hold_the_call(slot: Slot) -> None:
+async def test_held_pipe_holds_no_call(slot: Slot) -> None:
     began = time.monotonic()
     assert (await slot.exec("sleep 1000 & echo done")).output == "done\n"
     assert time.monotonic() - began < 30
@@ -197,7 +197,7 @@ async def test_a_flood_is_cut_to_head_and_tail(slot: Slot) -> None:
     assert len(result.output_bytes) < 1_100_000
 
 
-async def test_cancelling_a_call_kills_it_and_the_slot_goes_on(slot: Slot) -> None:
+async def test_cancelled_call_is_killed(slot: Slot) -> None:
     task = asyncio.create_task(slot.exec("echo $$ > pid; sleep 1000"))
     await asyncio.sleep(0.3)
     task.cancel()
@@ -206,12 +206,12 @@ async def test_cancelling_a_call_kills_it_and_the_slot_goes_on(slot: Slot) -> No
     assert "sleep" not in await command_lines(slot)
 
 
-async def test_calls_of_one_slot_run_in_the_order_given(slot: Slot) -> None:
+async def test_calls_run_in_order(slot: Slot) -> None:
     await asyncio.gather(*(slot.exec(f"echo {n} >> order") for n in range(20)))
     assert (await slot.read_file("order")).split() == [b"%d" % n for n in range(20)]
 
 
-async def test_concurrent_commands_run_side_by_side_each_with_its_own_end(slot: Slot) -> None:
+async def test_concurrent_commands_end_alone(slot: Slot) -> None:
     def start(command: str, timeout_s: float = 60) -> asyncio.Task[ExecResult]:
         return asyncio.create_task(slot.exec(command, timeout_s=timeout_s, concurrent=True))
 
@@ -233,7 +233,7 @@ async def test_concurrent_commands_run_side_by_side_each_with_its_own_end(slot: 
     assert "sleep 1000" not in await command_lines(slot)
 
 
-async def test_files_are_written_read_and_refused_as_pythons_own_errors(slot: Slot) -> None:
+async def test_file_errors_are_pythons(slot: Slot) -> None:
     data = bytes(range(256)) * 4000
     await slot.write_file("deep/er/a.bin", data, mode=0o640)
     assert await slot.read_file("deep/er/a.bin") == data
@@ -254,7 +254,7 @@ async def test_a_file_of_many_pieces_arrives_whole(slot: Slot) -> None:
     assert (await slot.exec("stat -c %s large")).output == f"{len(data)}\n"
 
 
-async def test_a_file_longer_than_its_bound_is_refused_at_once_with_its_size(slot: Slot) -> None:
+async def test_too_long_file_is_refused(slot: Slot) -> None:
     """EFBIG, before more than a piece of the file travels."""
     await slot.exec("truncate -s 1T huge; printf 12345 > small; mkdir folder; truncate -s 1T folder/huge")
     async with asyncio.timeout(10):
@@ -270,7 +270,7 @@ async def test_a_file_longer_than_its_bound_is_refused_at_once_with_its_size(slo
     assert await slot.read_file("small", max_bytes=5) == b"12345"
 
 
-async def test_a_folder_goes_in_and_out_with_links_and_modes(slot: Slot, tmp_path: Path) -> None:
+async def test_folders_keep_links_and_modes(slot: Slot, tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "run.sh").write_text("#!/bin/sh\necho ran\n")
     (tmp_path / "sub" / "run.sh").chmod(0o755)
@@ -292,14 +292,14 @@ async def test_quiesce_ends_concurrent_commands(slot: Slot) -> None:
     assert (await command).exit_code == -9
 
 
-async def test_quiesce_ends_every_process_and_keeps_files(slot: Slot) -> None:
+async def test_quiesce_keeps_files(slot: Slot) -> None:
     await slot.exec("sleep 1000 & echo kept > f; nohup setsid sleep 1000 >/dev/null 2>&1 &")
     await slot.quiesce()
     assert "sleep" not in await command_lines(slot)
     assert await slot.read_file("f") == b"kept\n"
 
 
-async def test_a_view_shows_the_workspace_on_a_clean_machine_beside_the_slots_programs(slot: Slot) -> None:
+async def test_view_is_a_clean_machine(slot: Slot) -> None:
     """What the slot's programs wrote elsewhere isn't in its view, and they see nothing that the view writes."""
     watches = "while :; do cat hidden >> seen 2>/dev/null; date +%s%N > beat; sleep 0.02; done"
     await slot.exec(f"echo 42 > answer; echo 1 > /etc/made; (setsid sh -c '{watches}' >/dev/null 2>&1 &)")
@@ -311,7 +311,7 @@ async def test_a_view_shows_the_workspace_on_a_clean_machine_beside_the_slots_pr
     assert "secret" not in (await slot.exec("cat seen")).output
 
 
-async def test_nothing_of_a_lease_is_left_for_the_next(pool: SlotPool) -> None:
+async def test_nothing_is_left_for_the_next(pool: SlotPool) -> None:
     mess = (
         "echo secret > a; mkdir -p d/e; echo x > /tmp/t; echo x > /dev/shm/s; echo x > /etc/mark; echo x > /root/r; "
         "mkfifo p; (setsid sleep 12345 >/dev/null 2>&1 &); useradd eve 2>/dev/null; echo hi > /var/tmp/v; umask 777"
@@ -328,7 +328,7 @@ async def test_nothing_of_a_lease_is_left_for_the_next(pool: SlotPool) -> None:
             await slot.exec(mess)
 
 
-async def test_neighbours_see_nothing_of_each_other(pool: SlotPool) -> None:
+async def test_neighbours_see_nothing(pool: SlotPool) -> None:
     serve = "import socket; s = socket.create_server(('127.0.0.1', 8080)); print('bound', flush=True); s.accept()"
     async with pool.lease("a") as a, pool.lease("b") as b:
         for slot in (a, b):
@@ -346,7 +346,7 @@ async def test_a_released_slot_refuses_calls(pool: SlotPool) -> None:
         await slot.exec("true")
 
 
-async def test_a_release_in_the_middle_of_calls_ends_them(pool: SlotPool) -> None:
+async def test_release_ends_calls(pool: SlotPool) -> None:
     slot = await pool.acquire("t")
     calls = [asyncio.create_task(slot.exec("sleep 1000", concurrent=each)) for each in (False, True, True)]
     await asyncio.sleep(0.1)
@@ -366,7 +366,7 @@ async def test_slots_work_side_by_side(pool: SlotPool) -> None:
     assert logs == [[f"{n}-{step}" for step in range(5)] for n in range(24)]
 
 
-async def test_a_lease_has_the_size_that_it_asks_for_and_the_next_is_plain(pool: SlotPool) -> None:
+async def test_lease_has_its_own_size(pool: SlotPool) -> None:
     memory = pool.config.limits.memory_mib
     command = f"exec python3 -c \"x = b'x' * ({memory * 3 // 2} << 20); print('lives')\""
     async with pool.lease("large", limits=LeaseLimits(memory_mib=2 * memory)) as slot:
@@ -396,7 +396,7 @@ for host in sys.argv[1:]:
 """
 
 
-async def test_slots_of_a_group_know_each_other_by_name_and_end_together(pool: SlotPool) -> None:
+async def test_groups_share_names_and_end(pool: SlotPool) -> None:
     small = LeaseLimits(memory_mib=96)
     members = LeaseLimits(members=(LeaseLimits(), small))
     async with pool.lease("main", limits=members) as slot, pool.lease("alone") as alone:
@@ -440,7 +440,7 @@ async def test_networks_keep_slots_of_a_group_apart(pool: SlotPool) -> None:
                 assert (await each.exec(["python3", "-c", ASKS, host])).exit_code == 1
 
 
-async def test_a_slot_of_a_group_has_another_ones_folder(pool: SlotPool) -> None:
+async def test_groups_share_folders(pool: SlotPool) -> None:
     async with pool.lease("main", limits=LeaseLimits(members=(LeaseLimits(),))) as slot:
         db = await pool.join(slot, ["db"], its_names=["main"])
         await db.exec("mkdir -p /data/more; echo 1 > /data/one")
@@ -460,7 +460,7 @@ async def test_a_slot_of_a_group_has_another_ones_folder(pool: SlotPool) -> None
                 await slot.mount(source, path, of=db)
 
 
-async def test_forks_start_from_the_frozen_workspace_and_go_their_own_ways(pool: SlotPool) -> None:
+async def test_forks_go_their_own_ways(pool: SlotPool) -> None:
     async with pool.lease("origin") as origin:
         await origin.exec("mkdir d; echo base > d/f; ln -s d/f link; echo gone > g")
         async with await origin.snapshot() as snapshot:
@@ -471,7 +471,7 @@ async def test_forks_start_from_the_frozen_workspace_and_go_their_own_ways(pool:
                 assert (await origin.exec("cat d/f; ls")).output == "original\nd\nlink\n"
 
 
-async def test_forks_land_in_any_container_and_are_the_same_there(pool: SlotPool) -> None:
+async def test_forks_are_the_same_anywhere(pool: SlotPool) -> None:
     make = (
         "mkdir d; echo x > d/f; ln d/f d/g; ln -s f d/l; mkfifo d/p; chmod 4755 d/f; chown 5:7 d; rm -r /etc/ssl; "
         "mkdir /etc/ssl; rm /etc/hosts; head -c 3000000 /dev/urandom > big; touch d/$(printf 'bad\\xff'); umask 0; "
@@ -494,7 +494,7 @@ async def test_forks_land_in_any_container_and_are_the_same_there(pool: SlotPool
             await asyncio.gather(*(fork.release() for fork in forks))
 
 
-async def test_ports_go_through_a_lease_in_both_directions(slot: Slot) -> None:
+async def test_ports_go_both_ways(slot: Slot) -> None:
     data = bytes(range(256)) * 8000
 
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -527,9 +527,7 @@ async def test_ports_go_through_a_lease_in_both_directions(slot: Slot) -> None:
         writer.close()
 
 
-async def test_a_snapshot_ends_a_forward_of_its_slot_as_any_process(
-    slot: Slot, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_snapshot_ends_a_forward(slot: Slot, caplog: pytest.LogCaptureFixture) -> None:
     async with await PortForward.to_slot(slot, 4713) as forward, await slot.snapshot(), asyncio.timeout(30):
         with pytest.raises(ConnectionRefusedError):
             while True:
@@ -556,7 +554,7 @@ while True: threading.Thread(target=serve, args=(listener.accept()[0],), daemon=
 """
 
 
-async def test_a_client_that_leaves_in_the_middle_of_a_download_ends_nothing_but_that(slot: Slot) -> None:
+async def test_broken_download_ends_alone(slot: Slot) -> None:
     service = await slot.start(["python3", "-c", ENDLESS])
     assert await service.read(wait_s=30) == b"listens\n"
 
