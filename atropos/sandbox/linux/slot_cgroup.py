@@ -18,6 +18,7 @@ Counts = dict[str, bytes]
 _MIB = 1024 * 1024
 _OWN_PROCESSES = 1
 """The runner, which is in the slot's cgroup."""
+_KERNELS_PERIOD_US = 100_000
 _PERIOD_US = 10_000
 """Period of a slot's CPU quota: a longer one makes others wait longer, a shorter one costs more timer interrupts."""
 _LEAST_QUOTA_US = 1000
@@ -62,7 +63,7 @@ def settings(tree: CgroupTree, limits: SlotLimits, most_cores: float | None) -> 
         lines.append(("cpu.cfs_quota_us", str(quota or -1), asked))
     elif "cpu" in tree.controllers:
         lines.append(("cpu.weight", str(limits.cpu_weight), True))
-        lines.append(("cpu.max", f"{quota or 'max'} {period or _PERIOD_US}", asked))
+        lines.append(("cpu.max", _in_v2_form(quota, period), asked))
     return lines
 
 
@@ -72,6 +73,10 @@ def _quota(most_cores: float | None) -> tuple[int, int]:
         return 0, 0
     period = _PERIOD_US if most_cores * _PERIOD_US >= _LEAST_QUOTA_US else 10 * _PERIOD_US
     return max(_LEAST_QUOTA_US, int(most_cores * period)), period
+
+
+def _in_v2_form(quota: int, period: int) -> str:
+    return f"{quota or 'max'} {period or _KERNELS_PERIOD_US}"
 
 
 @dataclass(frozen=True)
@@ -187,7 +192,7 @@ class SlotCgroup:
         if self.cpu_max is not None:
             quota, period = _quota(self._most_cores)
             with open(self.cpu_max, "w", encoding="ascii") as file:
-                file.write(f"{quota or 'max'} {period or 100_000}\n")
+                file.write(f"{_in_v2_form(quota, period)}\n")
 
     def mounts(self) -> list[tuple[str, str]]:
         """Its files as the slot may see them: where they are, and the place below /sys/fs/cgroup."""
