@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import socket
 import struct
@@ -12,6 +13,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from atropos.net import relay
+from atropos.net.egress_policy import EgressRefused
+from atropos.net.insertion import SlotSecrets
+from atropos.net.secrets import HostSecret
 
 pytestmark = pytest.mark.waits
 
@@ -20,7 +24,9 @@ IDLE_S = 4.0
 
 
 @contextlib.asynccontextmanager
-async def through(origin, spend=lambda _: None) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+async def through(
+    origin, spend=lambda _: None, **settings
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     """A connection to a proxy before this origin."""
 
     async def answered(reader, writer):
@@ -34,7 +40,7 @@ async def through(origin, spend=lambda _: None) -> AsyncIterator[tuple[asyncio.S
             return host, *await asyncio.open_connection(*there.sockets[0].getsockname())
 
         async def proxied(reader, writer):
-            await relay.relay(reader, writer, dial, spend=spend)
+            await relay.relay(reader, writer, settings.pop("dial", dial), spend=spend, **settings)
 
         async with await asyncio.start_server(proxied, "127.0.0.1", 0) as proxy:
             reader, writer = await asyncio.open_connection(*proxy.sockets[0].getsockname())
@@ -233,3 +239,63 @@ async def test_a_gone_origin_is_at_fault():
     async with through(origin) as (reader, writer):
         writer.write(b"GET http://origin/ HTTP/1.1\r\nHost: origin\r\n\r\n")
         assert (await reader.read()).startswith(b"HTTP/1.1 502 ")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "words"),
+    [
+        (EgressRefused("origin is denied"), 403, "egress refused: origin is denied"),
+        (relay.OutOfBytes("none left"), 403, "egress refused: none left"),
+        (TimeoutError(), 504, "egress: timed out"),
+        (OSError(errno.ECONNREFUSED, "Connection refused"), 502, "egress: Connection refused"),
+    ],
+    ids=str,
+)
+async def test_a_refusal_says_why(error, status, words):
+    async def refused(_host, _port):
+        raise error
+
+    async with through(None, dial=refused) as (reader, writer):
+        writer.write(b"GET http://origin/ HTTP/1.1\r\nHost: origin\r\n\r\n")
+        head, _, body = (await reader.read()).decode().partition("\r\n\r\n")
+    assert head.splitlines()[0] == f"HTTP/1.1 {status} {words}"
+    assert f"x-atropos-refused: {words}" in head.splitlines()
+    assert body == f"{words}\n"
+
+
+async def test_no_request_is_the_client_s_fault():
+    async with through(None) as (reader, writer):
+        writer.write(b"no request\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 400 egress: not a proxy request")
+
+
+async def test_a_proxy_may_have_a_password():
+    password = relay.basic_credentials("me", "secret")
+    for sent in (b"", b"Proxy-Authorization: Basic x\r\n"):
+        async with through(None, credentials=password) as (reader, writer):
+            writer.write(b"GET http://origin/ HTTP/1.1\r\nHost: origin\r\n" + sent + b"\r\n")
+            head = (await reader.read()).partition(b"\r\n\r\n")[0]
+        assert head.startswith(b"HTTP/1.1 407 ")
+        assert b"proxy-authenticate: Basic realm=atropos" in head.split(b"\r\n")
+
+    async def origin(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(OK)
+
+    async with through(origin, credentials=password) as (reader, writer):
+        writer.write(b"GET http://origin/ HTTP/1.1\r\nHost: origin\r\nProxy-Authorization: " + password + b"\r\n\r\n")
+        assert (await reader.read()).endswith(b"ok")
+
+
+async def test_what_begins_as_a_secret_arrives():
+    """It is held back until more comes, or the end."""
+    body = b"it ends with tok-1234"
+
+    async def origin(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+
+    secrets = SlotSecrets([HostSecret.of(["origin:80"], "x-key", "tok-12345678-abcdef", tls=False)])
+    async with through(origin, secrets=secrets) as (reader, writer):
+        writer.write(b"GET http://origin/ HTTP/1.1\r\nHost: origin\r\n\r\n")
+        assert (await reader.read()).endswith(body)
