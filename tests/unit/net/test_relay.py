@@ -267,6 +267,10 @@ async def test_no_request_is_the_client_s_fault():
     async with through(None) as (reader, writer):
         writer.write(b"no request\r\n\r\n")
         assert (await reader.read()).startswith(b"HTTP/1.1 400 egress: not a proxy request")
+    async with through(None) as (reader, writer):
+        writer.write(b"GET http://origin/ HTTP/1.1\r\n")
+        writer.write_eof()
+        assert (await reader.read()).startswith(b"HTTP/1.1 502 egress: the client went away")
 
 
 async def test_a_proxy_may_have_a_password():
