@@ -30,8 +30,8 @@ MANY, SHARED_MIB, OWN_MIB = 20, 80, 20
 AT_ONCE = 3
 """Images that a subject pulls at once, as many as a sandbox server does; an engine decides for itself."""
 PROGRAMS = ("skopeo", "umoci", "docker-registry")
-Subject = Callable[[list[str], Path], Awaitable[float]]
-"""Has images ready for use below an empty folder; the seconds that it took."""
+Subject = Callable[[list[str], Path], Awaitable[tuple[float, int]]]
+"""Has images ready for use, below an empty folder where it can; the seconds that it took, and MiB of disk."""
 
 
 async def pull(ctx: Context) -> AsyncIterator[Row]:
@@ -74,17 +74,17 @@ async def _in_turn(
             ctx.say(f"pull, {case}, round {number + 1}: {subject}")
             target = out / f"{subject}-{number}"
             target.mkdir(parents=True)
-            times[subject].append(await fetch(sources, target))
-            sizes[subject] = int(_run("du", "-s", "--block-size=1M", str(target)).split()[0])
+            seconds, sizes[subject] = await fetch(sources, target)
+            times[subject].append(seconds)
     for subject, taken in times.items():
-        note = "" if subject == "docker pull" else f"{sizes[subject]} MiB on disk"
+        note = f"{sizes[subject]} MiB on disk"
         yield row(f"pull, {case}", subject, taken, "s", base=subject == "atropos", note=note)
 
 
 # ------------------------------------------------------------------------------------------------------------ subjects
 
 
-async def _ours(sources: list[str], out: Path) -> float:
+async def _ours(sources: list[str], out: Path) -> tuple[float, int]:
     """Until a slot on each was leased once, by a pool that is up."""
     host = sources[0].partition("/")[0]
     store = ImageStoreSettings(folder=str(out), insecure_registries=(host,))
@@ -99,10 +99,10 @@ async def _ours(sources: list[str], out: Path) -> float:
                 pass
 
         await asyncio.gather(*map(lease, sources))
-        return time.perf_counter() - started
+        return time.perf_counter() - started, _mib(out)
 
 
-async def _umoci(sources: list[str], out: Path) -> float:
+async def _umoci(sources: list[str], out: Path) -> tuple[float, int]:
     """Into one layout, which keeps each blob once, and from there into a bundle for each image."""
     turn = asyncio.Semaphore(AT_ONCE)
     started = time.perf_counter()
@@ -120,15 +120,22 @@ async def _umoci(sources: list[str], out: Path) -> float:
             await asyncio.to_thread(_run, "umoci", "unpack", "--image", f"{layout}:image", f"{out}/bundle-{number}")
 
     await asyncio.gather(*(unpacked(*each) for each in enumerate(sources)))
-    return time.perf_counter() - started
+    return time.perf_counter() - started, _mib(out)
 
 
-async def _docker(sources: list[str], _: Path) -> float:
+async def _docker(sources: list[str], _: Path) -> tuple[float, int]:
+    root = Path(_run("docker", "info", "--format", "{{.DockerRootDir}}").strip())
+    before = _mib(root)
     started = time.perf_counter()
     await asyncio.gather(*(asyncio.to_thread(_run, "docker", "pull", "-q", source) for source in sources))
     seconds = time.perf_counter() - started
+    mib = _mib(root) - before
     await asyncio.to_thread(_run, "docker", "image", "rm", "-f", *sources)
-    return seconds
+    return seconds, mib
+
+
+def _mib(folder: Path) -> int:
+    return int(_run("du", "-s", "--block-size=1M", str(folder)).split()[0])
 
 
 def _engine() -> bool:
