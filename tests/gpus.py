@@ -35,6 +35,11 @@ class GpuMachine:
     folder: Path
     specs: Path
 
+    @property
+    def ran(self) -> Path:
+        """The names of the hooks that an engine has run."""
+        return self.folder / "hooks"
+
     def settings(self, **more: object) -> dict[str, object]:
         """Those of a pool with both GPUs."""
         return {
@@ -59,7 +64,7 @@ class GpuMachine:
         source = self.folder / "lib" / "gpu.c"
         source.write_text("int gpus(void) { return 42; }\n")
         hook = self.folder / "nvidia-cdi-hook"
-        hook.write_text("#!/bin/sh\n")  # an engine runs it
+        hook.write_text(f"#!/bin/sh\necho $1 >>{self.ran}\n")
         hook.chmod(0o755)
         with socket.socket(socket.AF_UNIX) as daemon:
             daemon.bind(str(self.folder / "socket"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import select
 import subprocess
@@ -10,11 +11,13 @@ from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import docker
 import pytest
 
 from atropos.errors import AcquireTimeout, BackendUnavailable, ConfigError, NotSupported
 from atropos.metrics import exposition
 from atropos.slots import LeaseLimits, Slot, SlotPool, SlotPoolConfig
+from atropos.slots.backends.docker.facts import EngineFacts
 from atropos.slots.backends.spec import ContainerSpec
 from atropos.testing.waiting import until
 from tests import privileges
@@ -244,6 +247,19 @@ async def test_a_container_has_no_gpu_but_its_own(machine, devices):
         (container,) = containers(pool.config.job_id)
         numbers = sorted(int(name[-1]) for name in devices)
         assert printed_in(container, SEEN).strip() == await output(slot, SEEN) == nodes(*numbers)
+
+
+@pytest.mark.docker
+@pytest.mark.skipif("docker" not in BACKENDS, reason="ATROPOS_BACKENDS has no docker: no engine in this run")
+async def test_engines_with_cdi_go_by_names(machine):
+    with contextlib.closing(docker.from_env()) as client:
+        reads = str(machine.specs) in EngineFacts.read(client.version(), client.info()).cdi_folders
+        async with running(machine, "docker") as pool:
+            (container,) = containers(pool.config.job_id)
+            asked = client.api.inspect_container(container)["HostConfig"].get("DeviceRequests") or []
+    names = [name for each in asked if each["Driver"] == "cdi" for name in each["DeviceIDs"]]
+    assert names == ([f"{KIND}=0", f"{KIND}=1"] if reads else [])
+    assert machine.ran.exists() == reads
 
 
 @pytest.mark.docker

@@ -33,6 +33,7 @@ class Device:
     Attributes:
         name: KIND=NAME.
         binds: files and nodes.
+        sockets: sockets, pipes and folders with one, which no slot gets, but a container of slots.
         env: variables of its programs.
         links: symbolic links, as (target, path).
         libraries: folders for the cache of libraries.
@@ -40,6 +41,7 @@ class Device:
 
     name: str
     binds: tuple[Bind, ...] = ()
+    sockets: tuple[Bind, ...] = ()
     env: tuple[tuple[str, str], ...] = ()
     links: tuple[tuple[str, str], ...] = ()
     libraries: tuple[str, ...] = ()
@@ -145,9 +147,12 @@ def _device(spec: Spec, device: SpecDevice) -> Device:
         for hook in each.hooks:
             _read_hook(name, hook, links, libraries)
     by_target = {bind.target: bind for each in edits for bind in _binds(name, each)}
+    binds = [by_target[target] for target in sorted(by_target)]
+    sockets = tuple(bind for bind in binds if not bind.device and _has_socket(bind.source))
     return Device(
         name,
-        tuple(by_target[target] for target in sorted(by_target)),
+        tuple(bind for bind in binds if bind not in sockets),
+        sockets,
         tuple((key, value) for each in edits for key, _, value in (text.partition("=") for text in each.env)),
         tuple(dict.fromkeys(links)),
         tuple(dict.fromkeys(libraries)),
@@ -186,10 +191,9 @@ def _is_device(mode: int) -> bool:
 
 
 def _mounted(name: str, mount: SpecMount) -> Iterator[Bind]:
-    """What a slot gets of a mount: a node, as Intel's links to them are; a file or folder that is read-only.
+    """A mount: of a node, as Intel's links to them are; of a file or folder, if it is read-only.
 
-    Nothing that all slots and the host would share: what can be written, and sockets (NVIDIA's daemons'), which its
-    tool said to be read-only up to 1.18.
+    What can be written is left out, since all slots and the host would share it.
     """
     source = _source(mount.host_path, mount.container_path)
     if source is not None and _is_device(os.stat(source).st_mode):
@@ -199,12 +203,11 @@ def _mounted(name: str, mount: SpecMount) -> Iterator[Bind]:
             raise ConfigError(f"gpus: {name}: no slot has a mount of type {mount.type}, as at {mount.container_path}")
         if source is None:
             raise ConfigError(f"gpus: {name}: there is no {mount.host_path} to mount at {mount.container_path}")
-        if not _has_socket(source):
-            yield Bind(source, mount.container_path, no_exec="noexec" in mount.options, below=_mounts_below(source))
+        yield Bind(source, mount.container_path, no_exec="noexec" in mount.options, below=_mounts_below(source))
 
 
 def _has_socket(path: str) -> bool:
-    """Whether a file is a socket or pipe, or a folder has one."""
+    """Whether a file is a socket or pipe, or a folder has one: nvidia-ctk up to 1.18 says that they are read-only."""
     inside = (os.path.join(top, name) for top, _, names in os.walk(path) for name in names)
     modes = (os.lstat(each).st_mode for each in (os.path.realpath(path), *inside) if os.path.lexists(each))
     return any(stat.S_ISSOCK(mode) or stat.S_ISFIFO(mode) for mode in modes)

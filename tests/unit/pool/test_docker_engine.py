@@ -215,8 +215,20 @@ async def test_specifications_go_by_name(tmp_path):
     (asked,) = given["DeviceRequests"]
     assert (asked["Driver"], asked["DeviceIDs"]) == ("cdi", ["a.org/gpu=one", "a.org/gpu=two"])
     assert given["Binds"] == [f"{folder}:{folder}:ro"]
+
+
+async def test_a_container_has_all_that_is_named(tmp_path):
+    """Its server looks for what no slot gets, too."""
+    os.mkfifo(tmp_path / "pipe")
+    mount = {"hostPath": str(tmp_path / "pipe"), "containerPath": "/run/pipe", "options": ["ro"]}
+    devices = [
+        {"name": path[5:], "containerEdits": {"deviceNodes": [{"path": path}]}} for path in ("/dev/null", "/dev/zero")
+    ]
+    spec = {"cdiVersion": "0.5.0", "kind": "a.org/gpu", "devices": devices, "containerEdits": {"mounts": [mount]}}
+    folder = write_files(tmp_path / "cdi", {"a.json": json.dumps(spec)})
     given = await asked_for_gpus(tmp_path, [str(folder)], {}, CDISpecDirs=["/etc/cdi"])
     assert [each["PathInContainer"] for each in given["Devices"]] == ["/dev/null", "/dev/zero"]
+    assert given["Binds"] == [f"{folder}:{folder}:ro", f"{tmp_path}/pipe:/run/pipe:ro"]
 
 
 @pytest.mark.parametrize(

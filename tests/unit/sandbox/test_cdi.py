@@ -249,8 +249,10 @@ def test_what_is_shared_is_left_out(machine):
     os.mkfifo(folder / "pipe")
     mounts = machine.spec()["containerEdits"]["mounts"]
     write(machine, changed(machine.spec(), mounts=[*mounts, mount(folder, "/run/gpu-pipes")]))
-    targets = {bind.target for bind in gpus(machine)[0].binds}
-    assert targets.isdisjoint({"/run/gpu-shared", "/run/gpu-daemon/socket", "/run/gpu-pipes"})
+    (found,) = gpus(machine)
+    sockets = ["/run/gpu-daemon/socket", "/run/gpu-pipes"]
+    assert {bind.target for bind in found.binds}.isdisjoint({"/run/gpu-shared", *sockets})
+    assert [bind.target for bind in found.sockets] == sockets
     (folder / "pipe").unlink()
     bind = Bind(str(folder), "/run/gpu-pipes", no_exec=True)
     assert bind in gpus(machine)[0].binds

@@ -73,7 +73,8 @@ def _name_devices(spec: ContainerSpec, gpus: ContainerGpus, *, reads: bool) -> N
     if reads:
         gpus.requests = [DeviceRequest(driver="cdi", device_ids=[device.name for device in devices])]
         return
-    for bind in dict.fromkeys(bind for device in devices for bind in device.binds):
+    # its server has to find all that the specifications name
+    for bind in dict.fromkeys(bind for device in devices for bind in (*device.binds, *device.sockets)):
         if bind.device:
             gpus.devices.append(f"{bind.source}:{bind.target}:rw")
         else:
