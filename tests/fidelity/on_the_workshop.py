@@ -56,7 +56,7 @@ async def pool():
 @pytest.mark.parametrize("name", WORKFLOWS)
 async def test_a_workflow_runs(pool, name):
     async with pool.lease(name) as slot:
-        result = await slot.exec(f"set -eu\n{WAIT}\n{WORKFLOWS[name]}", timeout_s=RUN_S)
+        result = await slot.exec(f"set -eu\n{WAIT}\n{WORKFLOWS[name]}", workdir="/workspace", timeout_s=RUN_S)
     assert result.exit_code == 0, result
 
 
