@@ -152,7 +152,7 @@ FILTERED = {
     "mkfifo f; tee log < f & exec > f; rm f; echo fifo": "fifo\n",
     "exec > >(tee log); sleep 60 & echo held": "held\n",
     "seq 3 & :": "1\n2\n3\n",
-    "sleep 60 & (for i in 1 2 3; do date > /dev/null; echo $i; done) & :": "1\n2\n3\n",
+    "sleep 60 & (for i in 1 2 3; do echo $i; done) & :": "1\n2\n3\n",
     "exec > >(tee log); seq 9000": "".join(f"{number}\n" for number in range(1, 9001)),
     "echo a | tee >(tr a b > file) > /dev/null": "",
 }

@@ -21,9 +21,10 @@ from atropos.slots.config import SlotPoolConfig
 
 log = logging.getLogger(__name__)
 HOST_AS_BASE = (
-    "slots have this machine's programs, and its /usr read-only: pip installs into /root/.local and virtual "
-    "environments; apt-get, npm -g and what else writes to /usr fail. For a whole machine name an image (slot_image, "
-    "or image= of a lease), or have `debootstrap trixie /srv/debian` make a root file system for base='/srv/debian'"
+    "slots without an image have this machine's programs, and its /usr read-only: pip installs into /root/.local and "
+    "virtual environments; apt-get, npm -g and what else writes to /usr fail. For a whole machine name an image "
+    "(slot_image, or image= of a lease), or have `debootstrap trixie /srv/debian` make a root file system for "
+    "base='/srv/debian'"
 )
 
 

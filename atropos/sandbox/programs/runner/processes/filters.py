@@ -80,7 +80,7 @@ class Filters:
     def look(self) -> None:
         """Look at them, and once more after a pause while they work."""
         read = self.progress()
-        work, ticks = (IDLE, 0) if read is None else at_work(self.session, self.outputs, self.given)
+        work, ticks = (IDLE, 0) if read is None else self.at_work()
         moment = now()
         if ticks or read != self.read:
             self.active, self.read = moment, read
@@ -97,6 +97,11 @@ class Filters:
             return
         self.timer = loop.later(moment + self.pause, self.look)
         self.pause = min(2 * self.pause, PAUSES_S[1])
+
+    def at_work(self) -> tuple[int, int]:
+        """As `at_work`, twice before nothing is: a shell may wait for a program that is gone when its turn comes."""
+        found = at_work(self.session, self.outputs, self.given)
+        return at_work(self.session, self.outputs, self.given) if found[0] == IDLE else found
 
     def stop(self) -> None:
         """Wait no longer."""
@@ -124,8 +129,8 @@ def at_work(session: int, outputs: frozenset[Place], given: Place | None) -> tup
         try:
             source, *targets = [os.stat(f"/proc/{name}/fd/{fd}") for fd in range(3)]
             starts = forked and has_pipe(name, {*outputs, given})
-        except FileNotFoundError:  # it has ended; or it is a shell that is arranging its descriptors
-            work = max(work, OPEN if forked else IDLE)
+        except FileNotFoundError:  # it is ending; or it is a shell that is arranging its descriptors
+            work = max(work, OPEN if forked else JOB if runs else IDLE)
             continue
         except OSError:
             work = max(work, OPEN if runs else IDLE)
