@@ -6,6 +6,7 @@ import tarfile
 import pytest
 
 from atropos.errors import ConfigError
+from atropos.slots import PortForward
 from atropos.testing.slots import *  # noqa: F403
 
 
@@ -36,8 +37,16 @@ async def test_local_file_is_whole_or_old(slot, tmp_path):
         (lambda slot: slot.start("true", buffer_bytes=-1), "buffer_bytes: "),
         (lambda slot: slot.write_file("a", b"", mode=-1), "mode: "),
         (lambda slot: slot.download("a", max_bytes=-1), "max_bytes: "),
+        (lambda slot: slot.exec(5), r"command: .*string.* \(got int\)"),
+        (lambda slot: slot.exec("true", env=["A=1"]), r"env: .* \(got list\)"),
+        (lambda slot: slot.write_file("a", None), r"data: .*bytes.* \(got NoneType\)"),
+        (lambda slot: slot.upload("/etc/hostname", 5), r"path: .*string \(got int\)"),
+        (lambda slot: slot.start("cat", pty=(1, 2, 3)), r"pty: .* \(got tuple\)"),
+        (lambda slot: slot.keep("no key"), "key: "),
+        (lambda slot: slot.mount("/tmp", 5), "path: "),
+        (lambda slot: slot.view(5), r"folders: .* \(got int\)"),
+        (lambda slot: PortForward.to_slot(slot, "80"), r"port: .*integer.* \(got str\)"),
     ],
-    ids=["timeout", "variable", "buffer", "mode", "bytes"],
 )
 async def test_a_wrong_argument_is_named(slot, call, said):
     with pytest.raises(ConfigError, match=said):

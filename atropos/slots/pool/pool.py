@@ -10,7 +10,7 @@ import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import MappingProxyType
-from typing import Concatenate, ParamSpec, Protocol, Self
+from typing import Concatenate, ParamSpec, Protocol, Self, runtime_checkable
 
 from pydantic import ValidationError
 
@@ -34,6 +34,7 @@ from atropos.slots.pool.images import PoolImages, Progress
 from atropos.slots.pool.report import PoolReport
 from atropos.slots.pool.stats import PoolStats
 from atropos.slots.slot import Slot
+from atropos.slots.slot.arguments import named_if_wrong
 from atropos.slots.slot.snapshots import Snapshot
 from atropos.wire import MAX_SECRETS, EgressSecret, ImageInfo, ImageState, LeaseLimits
 
@@ -45,6 +46,7 @@ STOP_RELEASE_S = 2.0
 """How long `stop` waits for releases, in seconds; a container that ends ends its leases anyway."""
 
 
+@runtime_checkable
 class Buildable(Protocol):
     """What a pool can build an image of: a task, a Dockerfile (`atropos.tasks.folder.load_task`)."""
 
@@ -220,6 +222,7 @@ class SlotPool:
 
     # ------------------------------------------------------------------------------------------------------ leases
 
+    @named_if_wrong
     async def acquire(
         self,
         trajectory_id: str,
@@ -277,6 +280,7 @@ class SlotPool:
 
     lease = for_a_block(acquire)
 
+    @named_if_wrong
     async def join(
         self,
         slot: Slot,
@@ -336,6 +340,7 @@ class SlotPool:
             why = f"{why}; the snapshot can't be copied to another container: {snapshot.stays_because}"
         return AcquireTimeout(f"no slot came free within {timeout_s:g} s: {why}")
 
+    @named_if_wrong
     async def prepare(
         self, image: str | Buildable, *, progress: Progress | None = None, everywhere: bool = True
     ) -> ImageInfo | None:

@@ -1,23 +1,27 @@
-"""Wrong arguments of a slot's methods, as the project's own error."""
+"""Wrong arguments of the methods of slots and pools, as the project's own error."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable, Coroutine, Mapping
 from functools import wraps
 from types import CoroutineType
 from typing import Any, ParamSpec, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
 from atropos.config import one_line
 from atropos.errors import ConfigError
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_ANY_CLASS = ConfigDict(arbitrary_types_allowed=True)
 
 
 def named_if_wrong(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, CoroutineType[Any, Any, T]]:
-    """A method that raises `ConfigError`, with the argument's name, if its operation refuses an argument's value."""
+    """A method that raises `ConfigError`, with the argument's name, if an argument's value or type is refused."""
 
     @wraps(method)
     async def checked(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -25,5 +29,35 @@ def named_if_wrong(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, C
             return await method(*args, **kwargs)
         except ValidationError as error:
             raise ConfigError(one_line(error)) from None
+        except ConfigError:
+            raise
+        except (TypeError, ValueError, AttributeError) as error:
+            if wrong := _wrong_types(method, args, kwargs):
+                raise ConfigError("; ".join(wrong)) from error
+            raise
 
     return checked
+
+
+def _wrong_types(method: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[str]:
+    """Which arguments are not what their annotations say; asked once something failed, so that calls pay nothing."""
+    signature, names = inspect.signature(method), vars(sys.modules[method.__module__])
+    try:
+        given = signature.bind(*args, **kwargs).arguments
+    except TypeError:  # as Python itself says
+        return []
+    wrong: list[str] = []
+    for name, value in given.items():
+        annotation = signature.parameters[name].annotation
+        with contextlib.suppress(NameError, TypeError, PydanticUserError):  # an annotation that can't be asked
+            kind = eval(annotation, names) if isinstance(annotation, str) else annotation  # noqa: S307
+            if kind is inspect.Parameter.empty:
+                continue
+            try:
+                taken = TypeAdapter(kind, config=_ANY_CLASS).validate_python(value, strict=True)
+                if isinstance(taken, BaseModel) and taken is not value:  # made of a dict, which the method doesn't do
+                    wrong.append(f"{name}: write a {type(taken).__name__} (got {type(value).__name__})")
+            except ValidationError as error:
+                said = dict.fromkeys(f"{each['msg'][:1].lower()}{each['msg'][1:]}" for each in error.errors())
+                wrong.append(f"{name}: {', or '.join(said)} (got {type(value).__name__})")
+    return wrong

@@ -18,6 +18,7 @@ from atropos.aio import Tasks
 from atropos.errors import ConfigError, SandboxError
 from atropos.slot_python import SLOT_PYTHON
 from atropos.slots.slot import Slot
+from atropos.slots.slot.arguments import named_if_wrong
 from atropos.slots.slot.processes import Process
 
 LOOPBACK = "127.0.0.1"
@@ -119,6 +120,7 @@ class PortForward:
         self._hearing = self._tasks.spawn(self._hear(), "frames")
 
     @classmethod
+    @named_if_wrong
     async def to_slot(cls, slot: Slot, port: int, *, listen: int = 0) -> Self:
         """Forward a port of this machine's loopback to the slot's `port`, whether or not a service listens there yet.
 
@@ -143,6 +145,7 @@ class PortForward:
         return self
 
     @classmethod
+    @named_if_wrong
     async def from_slot(cls, slot: Slot, port: int, target: int) -> Self:
         """Forward a port of the slot's loopback to this machine's `target`, with the lease's network or without.
 

@@ -68,6 +68,7 @@ class Process:
         await self._ask(wire.ProcRead(id=self.id, offset=self._read, max_bytes=1))
         return self.exit_code
 
+    @named_if_wrong
     async def wait(self, timeout_s: float | None = None) -> int | None:
         """Wait for its end.
 

@@ -15,6 +15,7 @@ from atropos.resources import Resources
 from atropos.slots.containers.counters import Measured
 from atropos.slots.containers.fleet import Ticket
 from atropos.slots.containers.link import ContainerLink
+from atropos.slots.slot.arguments import named_if_wrong
 from atropos.slots.slot.profile import PLAIN, Profile
 from atropos.slots.slot.results import file_error
 from atropos.slots.slot.snapshots import SlotSnapshots
@@ -192,6 +193,7 @@ class Slot(SlotSnapshots):
                 raise SlotLost(f"slot {self.name} of container {self.container} does not answer")
             asking.result()
 
+    @named_if_wrong
     async def set_network(self, hosts: Sequence[str] | None) -> None:
         """Change what the slot's programs reach, at once and until the lease ends; open connections are cut.
 
@@ -213,6 +215,7 @@ class Slot(SlotSnapshots):
         if isinstance(result, wire.OpError):
             raise NotSupported(result.message)
 
+    @named_if_wrong
     async def mount(self, source: str, path: str, *, of: Slot | None = None, read_only: bool = False) -> None:
         """Have a folder or file of another slot of the group at a path here; before programs run in either.
 
@@ -234,6 +237,7 @@ class Slot(SlotSnapshots):
         if result.refused is not None:
             raise file_error(result.refused)
 
+    @named_if_wrong
     async def view(
         self,
         folders: Sequence[str] = ("/workspace",),

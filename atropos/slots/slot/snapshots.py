@@ -12,6 +12,7 @@ from atropos.errors import SandboxError, SlotLost
 from atropos.resources import Resources
 from atropos.slots.containers.fleet import Seat, Ticket
 from atropos.slots.containers.link import ContainerLink
+from atropos.slots.slot.arguments import named_if_wrong
 from atropos.slots.slot.processes import SlotProcesses
 from atropos.slots.slot.results import ExecResult
 
@@ -216,6 +217,7 @@ class SlotSnapshots(SlotProcesses):
         info = await self.link.client.snapshot(self.lease, beside=beside)
         return Snapshot(self.link, info, self.limits, self.ticket)
 
+    @named_if_wrong
     async def keep(self, key: str, settings: wire.ImageSettings | None = None) -> wire.ImageInfo:
         """Keep the workspace as an image of the host, a layer on the lease's; then release the slot.
 
@@ -230,8 +232,8 @@ class SlotSnapshots(SlotProcesses):
             ImageUnavailable: the store has no room.
             NotSupported: the lease started from a snapshot.
         """
+        request = wire.KeepRequest(key=key, **(settings or wire.ImageSettings()).model_dump())
         async with await self.snapshot() as snapshot:
-            request = wire.KeepRequest(key=key, **(settings or wire.ImageSettings()).model_dump())
             image = await self.link.client.images.keep(snapshot.id, request)
         await self.release()
         return image

@@ -1033,3 +1033,27 @@ async def test_stop_waits_for_drops():
         await dropping.drop()
         assert server.snapshot_store == {dropping.id, kept.id}
     assert server.snapshot_store == set()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"limits": {"memory_mib": 64}}, r"limits: write a LeaseLimits \(got dict\)"),
+        ({"share": 5}, r"share: .*Share \(got int\)"),
+        ({"image": 5}, r"image: .*string \(got int\)"),
+        ({"snapshot": "s"}, r"snapshot: .*Snapshot \(got str\)"),
+        ({"timeout_s": "soon"}, r"timeout_s: .*number \(got str\)"),
+    ],
+    ids=str,
+)
+async def test_wrong_types_are_named(given, said):
+    pool, _ = model_pool()
+    async with pool:
+        with pytest.raises(ConfigError, match=said):
+            await pool.acquire("trajectory", **given)
+        with pytest.raises(ConfigError, match=r"trajectory_id: .*string \(got int\)"):
+            await pool.acquire(5)
+        with pytest.raises(TypeError, match="unexpected keyword"):
+            await pool.acquire("trajectory", limit=5)
+        async with pool.lease("trajectory"):
+            pass
