@@ -103,13 +103,14 @@ DIFFERENCES = (
     ),
     Difference(
         "no `libaio` (`io_setup`), `io_uring` (as in newer engines), `memfd_secret`, `modify_ldt`, filters of programs' own (seccomp, SO_ATTACH_FILTER); "
-        "32-bit programs are killed",
-        "their counters and memory are the kernel's, which slots share; the filter of calls knows one set of numbers",
+        "32-bit programs are killed; `perf record` says that it may not, records nothing and ends with 0",
+        "their counters and memory are the kernel's, which slots share; the filter of calls knows one set of numbers; perf finds no sysfs to ask",
         (
             "exec: system calls",
             "exec: a filter of system calls",
             "exec: a 32-bit program",
             "network: a filter of a socket",
+            "tools: perf is refused",
         ),
         everywhere=False,
     ),
