@@ -125,7 +125,7 @@ def test_memory_files_are_bounded():
         os.close(fd)
 
 
-@pytest.mark.parametrize(("load", "named"), [(400.0, True), (0.1, False)])
+@pytest.mark.parametrize(("load", "named"), [(4e5, True), (0.1, False)])
 async def test_late_start_names_load(monkeypatch, load, named):
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
     with pytest.raises(BackendUnavailable, match="start_timeout_s") as refused:
@@ -133,7 +133,7 @@ async def test_late_start_names_load(monkeypatch, load, named):
     assert (f"the load is {load:.0f} on {os.cpu_count()} cores" in str(refused.value)) == named
 
 
-@pytest.mark.parametrize(("load", "named"), [(400.0, True), (0.1, False)])
+@pytest.mark.parametrize(("load", "named"), [(4e5, True), (0.1, False)])
 def test_doctor_names_a_high_load(monkeypatch, load, named):
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
     no_folder = CliRunner().invoke(command_line(), ["doctor", "--base", "/nonexistent"], env={"COLUMNS": "200"})
