@@ -136,10 +136,10 @@ async def test_late_start_names_load(monkeypatch, load, named):
 @pytest.mark.parametrize(("load", "named"), [(4e5, True), (0.1, False)])
 def test_doctor_names_a_high_load(monkeypatch, load, named):
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
-    no_folder = CliRunner().invoke(command_line(), ["doctor", "--base", "/nonexistent"], env={"COLUMNS": "200"})
+    no_folder = CliRunner().invoke(command_line(), ["doctor", "--base", "/nonexistent"], env={"COLUMNS": "400"})
     assert "base: /nonexistent is not a folder" in no_folder.output and "the load is" not in no_folder.output
     monkeypatch.setattr(doctor, "START_LIMIT_S", 0.01)
-    result = CliRunner().invoke(command_line(), ["doctor"], env={"COLUMNS": "200"})
+    result = CliRunner().invoke(command_line(), ["doctor"], env={"COLUMNS": "400"})
     assert result.exit_code == 3, result.output
     assert "Slots can't start here" in result.output
     assert (f"the load is {load:.0f} on {os.cpu_count()} cores" in result.output) == named
