@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
+from pathlib import Path
 
 import pytest
 
 from atropos.errors import ConfigError
-from atropos.net.egress_policy import EgressRefused, Policy, is_public, literal, parse
+from atropos.net.egress_policy import EgressRefused, Policy, is_public, literal, own_addresses, parse
 
 OWN = frozenset({ipaddress.ip_address("93.184.215.1"), ipaddress.ip_address("2606:4700:10::1")})
 PUBLIC = Policy.of_slots(["public"])
@@ -58,7 +59,8 @@ def test_denied_are_refused(deny: str, host: str) -> None:
 def test_denied_names_addresses_too() -> None:
     policy = Policy.of_slots(["public"], ["nomad.example.org", "*.internal.example.org", "10.0.0.0/8"])
     assert policy.denied_names() == ["nomad.example.org"]
-    assert Policy.of_slots(["public"], ["git.example.org:9418"]).denied_names(443) == []
+    on_a_port = Policy.of_slots(["public"], ["git.example.org:9418"])
+    assert (on_a_port.denied_names(443), on_a_port.denied_names()) == ([], ["git.example.org"])
     assert Policy.of_slots(["10.0.0.0/8"], ["db", "public"]).denied_names() == ["db"]
     nomad = ipaddress.ip_address("93.184.215.14")
     with pytest.raises(EgressRefused, match="leads to"):
@@ -200,3 +202,9 @@ def test_too_many_ports_refused():
 def test_a_bad_rule_is_explained(entry: str, words: str):
     with pytest.raises(ConfigError, match=f"egress_allow: '{entry}'.* {words}"):
         Policy.of_slots([entry])
+
+
+def test_own_addresses_are_known():
+    own = own_addresses()
+    assert ipaddress.ip_address("127.0.0.1") in own
+    assert (ipaddress.ip_address("::1") in own) == ("lo" in Path("/proc/net/if_inet6").read_text())

@@ -9,6 +9,7 @@ import pytest
 
 from atropos.agent.transcript import CONTEXT_LOGPROB, MASKED, Transcript, WeightSpan, sampled_runs
 from atropos.envs.running.rollout import (
+    GroupDropped,
     HookError,
     Rollout,
     checked_score,
@@ -109,6 +110,7 @@ def test_phases_are_measured(monkeypatch):
     made = Rollout.of("t", result, 1.0, (1.0, 4.0, 12.0), info={}, changes={})
     assert made.phases == {"setup": 3.0, "model": 2.0, "tools": 4.0, "agent": 8.0, "verify": 8.0}
     assert (made.steps, made.calls, made.turns, made.cut) == (2, 5, ["turn"] * 2, False)
+    assert (made.attempts, made.seconds) == (1, 0)
 
 
 @pytest.mark.parametrize("value", ["1", math.nan, math.inf, None, [1]])
@@ -153,3 +155,8 @@ def test_groups_are_left_out_for_a_reason(changes, reason):
         assert drop_reason(group, group_size=2, same_scores_dropped=False, max_token_len=0) is None
     if reason is None:
         assert drop_reason(group, group_size=3, same_scores_dropped=True, max_token_len=3) == "wrong_size"
+
+
+def test_a_dropped_group_says_why():
+    dropped = GroupDropped("no slot", code="slot_lost")
+    assert (str(dropped), dropped.code, dropped.hopeless) == ("no slot", "slot_lost", False)
