@@ -69,6 +69,13 @@ def test_a_group_has_what_was_sampled():
     assert scored_group([rollout()], name="item", include_messages=False)["messages"] is None
 
 
+def test_uneven_members_are_no_group():
+    broken = rollout()
+    broken.transcript.masks.append(9)
+    with pytest.raises(AssertionError, match="tokens 5, masks 6"):
+        scored_group([rollout(), broken], name="", include_messages=False)
+
+
 def test_nothing_is_learned_from_cut_ones():
     rollouts = [rollout(1.0), rollout(0.0), rollout(0.75, "max_steps")]
     group = scored_group(rollouts, name="", include_messages=False, mask_cut=True)
