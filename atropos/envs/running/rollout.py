@@ -258,7 +258,7 @@ def _facts(rollout: Rollout, *, masked: bool, own_temperature: bool) -> dict[str
 
 def scored_item(rollout: Rollout) -> dict[str, object]:
     """A single rollout as atroposlib's `ScoredDataItem`."""
-    group = scored_group([rollout], name="", include_messages=True)
+    group = scored_group([rollout], name="", include_messages=False)
     return {
         "tokens": group["tokens"][0],
         "masks": group["masks"][0],
