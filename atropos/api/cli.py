@@ -8,12 +8,15 @@ import os
 from collections.abc import Generator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from atropos.api.settings import read_file
 from atropos.errors import ConfigError
+
+if TYPE_CHECKING:
+    from atropos.api.executor.models import ExecutorServerSettings
 
 TOKEN_VARIABLE = "ATROPOS_TOOL_SERVER_TOKEN"
 
@@ -111,8 +114,6 @@ def executor_server(
         from atropos.api.e2b.ports import SandboxHosts, UpgradeRelay
         from atropos.api.executor_api import create_executor_app, drain
         from atropos.api.serve import run
-    from atropos.api.executor.models import ExecutorServerSettings
-    from atropos.api.settings import parse_settings
 
     flags = {
         "host": host,
@@ -122,15 +123,8 @@ def executor_server(
         "enabled_toolsets": toolset or None,
         "tool_server_url": tool_server_url,
     }
-    values = with_flags(read_file(config), flags)
     pool = {"backend": backend, "slots_per_container": slots_per_container, "max_containers": max_containers}
-    if isinstance(in_file := values.get("pool", {}), dict):  # anything else is refused with the other settings
-        values["pool"] = with_flags(cast("dict[str, object]", in_file), pool)
-    several = values.get("keys_file") is not None
-    if token_file is not None or ("token" not in values and (not several or os.environ.get(EXECUTOR_TOKEN_VARIABLE))):
-        values["token"] = read_token(token_file, EXECUTOR_TOKEN_VARIABLE)
-    values.setdefault("tool_server_token", os.environ.get(TOKEN_VARIABLE) or None)
-    settings = parse_settings(ExecutorServerSettings, values, "executor server")
+    settings = _executor_settings(config, flags, pool, token_file)
     app = create_executor_app(settings)
     hosts: SandboxHosts = app.state.hosts
     for name in ("atropos.api.accounts", "atropos.api.tenants"):
@@ -148,3 +142,20 @@ def executor_server(
         drain=partial(drain, app, settings.drain_s),
     )
     raise typer.Exit(code)
+
+
+def _executor_settings(
+    config: Path | None, flags: Mapping[str, object], pool: Mapping[str, object], token_file: Path | None
+) -> ExecutorServerSettings:
+    """The settings of a file with those of the command line over them; `pool`: the pool's flags."""
+    from atropos.api.executor.models import ExecutorServerSettings
+    from atropos.api.settings import parse_settings
+
+    values = with_flags(read_file(config), flags)
+    if isinstance(in_file := values.get("pool", {}), dict):  # anything else is refused with the other settings
+        values["pool"] = with_flags(cast("dict[str, object]", in_file), pool)
+    several = values.get("keys_file") is not None
+    if token_file is not None or ("token" not in values and (not several or os.environ.get(EXECUTOR_TOKEN_VARIABLE))):
+        values["token"] = read_token(token_file, EXECUTOR_TOKEN_VARIABLE)
+    values.setdefault("tool_server_token", os.environ.get(TOKEN_VARIABLE) or None)
+    return parse_settings(ExecutorServerSettings, values, "executor server")

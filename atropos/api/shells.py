@@ -38,7 +38,7 @@ class Shell:
     Attributes:
         by: who opened it.
         owner: whose slot it is in.
-        left: since when nobody follows it; None: somebody does.
+        unfollowed_since: when its last follower left, or its start; None while somebody follows it.
     """
 
     by: Tenant
@@ -46,7 +46,7 @@ class Shell:
     subject: str
     process: Process
     began: float = field(default_factory=time.monotonic)
-    left: float | None = field(default_factory=time.monotonic)
+    unfollowed_since: float | None = field(default_factory=time.monotonic)
 
 
 class Shells:
@@ -66,7 +66,7 @@ class Shells:
             Refusal: 404, the key knows nothing of that id; 409, several keys have it; 429, there are too many shells.
         """
         for shell_id, shell in list(self._open.items()):
-            if shell.left is not None and time.monotonic() - shell.left > UNFOLLOWED_S:
+            if shell.unfollowed_since is not None and time.monotonic() - shell.unfollowed_since > UNFOLLOWED_S:
                 await self.end(shell_id)
         if [*(shell.by for shell in self._open.values()), *self._starting].count(by) >= MAX_SHELLS:
             raise Refusal(429, "full", f"{MAX_SHELLS} shells of this key are open", retry_after_s=5)
@@ -89,20 +89,20 @@ class Shells:
         """What a key's holder means by an id, or by KEY/ID."""
         owner, slash, name = subject.rpartition("/")
         seen = list(self._tenants.all()) if by.account.key.admin else [by]
-        found = [
+        owners = [
             (tenant, slot)
             for tenant in seen
             if not slash or tenant.account.name == owner
             for slot in (tenant.slot_of(name),)
             if slot is not None
         ]
-        if len(found) == 1:
-            return found[0]
-        if not found:
+        if len(owners) == 1:
+            return owners[0]
+        if not owners:
             raise Refusal(
                 404, "not_found", f"nothing that is open has the id {subject[:200]!r}; `atropos top` lists all"
             )
-        names = ", ".join(f"{tenant.account.name}/{name}" for tenant, _ in found)
+        names = ", ".join(f"{tenant.account.name}/{name}" for tenant, _ in owners)
         raise Refusal(409, "ambiguous", f"several are called so; write one of {names}")
 
     def get(self, by: Tenant, shell_id: str) -> Shell:
@@ -111,10 +111,10 @@ class Shells:
         Raises:
             Refusal: 404, it has none of this id.
         """
-        found = self._open.get(shell_id)
-        if found is None or found.by is not by or not self._permitted(found):
+        shell = self._open.get(shell_id)
+        if shell is None or shell.by is not by or not self._permitted(shell):
             raise Refusal(404, "not_found", "there is no such shell; it has ended, or never existed")
-        return found
+        return shell
 
     def _permitted(self, shell: Shell) -> bool:
         """Whether the keys file, as it is now, lets its opener's key have it."""
@@ -123,7 +123,7 @@ class Shells:
     async def follow(self, shell_id: str) -> AsyncGenerator[bytes]:
         """Its output as it comes. Ends with the shell, or its opener's key; who stops listening ends the shell."""
         shell = self._open[shell_id]
-        shell.left = None
+        shell.unfollowed_since = None
         try:
             while not shell.process.over:
                 output = await shell.process.read(wait_s=RELOAD_S)
@@ -133,7 +133,7 @@ class Shells:
         except (SandboxError, OSError):  # `end` says why
             return
         finally:
-            shell.left = time.monotonic()
+            shell.unfollowed_since = time.monotonic()
             if shell.process.exit_code is None:
                 self._ends.spawn(self.end(shell_id), f"end {shell_id}")
 
@@ -184,7 +184,7 @@ def add_shells(app: FastAPI) -> None:
     )
     async def output(request: Request, shell_id: Id) -> StreamingResponse:
         """What the terminal shows, as it comes, to its end. To close this request is to end the shell."""
-        if shells.get(tenant_of(request), shell_id).left is None:
+        if shells.get(tenant_of(request), shell_id).unfollowed_since is None:
             raise Refusal(409, "followed", "another request follows this shell")
         return StreamingResponse(shells.follow(shell_id), media_type="application/octet-stream")
 

@@ -116,15 +116,15 @@ def _check_settings(settings: object) -> None:
 
 
 def _healthcheck(settings: dict[str, Any]) -> HealthConfig | None:
-    said: dict[str, Any] = settings.get("Healthcheck") or {}
-    test: object = said.get("Test") or []
-    numbers: dict[str, Any] = {name: said.get(name) or 0 for name in (*_TIMES.values(), "Retries")}
+    health: dict[str, Any] = settings.get("Healthcheck") or {}
+    test: object = health.get("Test") or []
+    numbers: dict[str, Any] = {name: health.get(name) or 0 for name in (*_TIMES.values(), "Retries")}
     if not isinstance(test, list) or not all(map(_is_text, cast("list[object]", test))):
         raise TypeError("test")
     if not all(isinstance(each, int) and 0 <= each < 1 << 63 for each in numbers.values()):
         raise TypeError("numbers")
     times = {ours: numbers[theirs] / 1e9 for ours, theirs in _TIMES.items()}
-    return HealthConfig(test=tuple(cast("list[str]", test)), retries=numbers["Retries"], **times) if said else None
+    return HealthConfig(test=tuple(cast("list[str]", test)), retries=numbers["Retries"], **times) if health else None
 
 
 def _volumes(settings: dict[str, Any]) -> tuple[str, ...]:

@@ -337,8 +337,8 @@ async def _upgraded(
                 client.write((request.send(event) or b"") + origin.trailing_data[0])
                 return True
         elif isinstance(event, h11.Response):
-            kept = [each for each in event.headers if each[0] not in HOP_BY_HOP]
-            headers = [*kept, (b"connection", b"close")]
+            passed = [each for each in event.headers if each[0] not in HOP_BY_HOP]
+            headers = [*passed, (b"connection", b"close")]
             last = h11.Response(status_code=event.status_code, reason=event.reason, headers=headers)
             client.write(request.send(last) or b"")
         elif isinstance(event, h11.Data):

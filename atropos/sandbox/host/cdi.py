@@ -59,29 +59,29 @@ def find(folders: Sequence[str], wanted: Sequence[str], count: int) -> list[Devi
         ConfigError: there are fewer, two are the same, or one of them wants what no slot can have.
     """
     kinds, problems = read_all(folders)
-    found: list[Found] = []
+    devices: list[Found] = []
     for name in wanted:
         kind, _, device = name.partition("=")
         of_kind = kinds.get(kind, {})
         if not device:
-            found += _alone([each for each in of_kind.values() if _present(each[1])])
+            devices += _alone([each for each in of_kind.values() if _present(each[1])])
         elif device in of_kind:
-            found.append(of_kind[device])
-    if len(found) < count:
-        has = ", ".join(map(_name, found)) or "none"
+            devices.append(of_kind[device])
+    if len(devices) < count:
+        has = ", ".join(map(_name, devices)) or "none"
         why = "".join(f"; {problem}" for problem in problems)
         raise ConfigError(
             f"gpus: {count} wanted; of gpu_devices ({', '.join(wanted)}) this machine has {has}, by the files in "
             f"{' and '.join(folders)}{why} (docs/gpu.md)"
         )
-    for number, one in enumerate(found[:count]):
-        for other in found[:number]:
+    for number, one in enumerate(devices[:count]):
+        for other in devices[:number]:
             if _is_part(one[1], other[1]) or _is_part(other[1], one[1]):
                 raise ConfigError(
                     f"gpu_devices: {_name(other)} and {_name(one)} are the same device, or one is a part of the other; "
                     "name one of them"
                 )
-    return [_device(*each) for each in found[:count]]
+    return [_device(*each) for each in devices[:count]]
 
 
 def _name(found: Found) -> str:

@@ -155,7 +155,9 @@ async def test_open_requests_lose_body():
 )
 async def test_no_request_is_refused(sent, status):
     async with site() as it:
-        assert status in (await it.send(sent, then_eof=True)).split(b"\r\n")[0]
+        answer = await it.send(sent, then_eof=True)
+    assert status in answer.split(b"\r\n")[0]
+    assert answer.endswith(b'\r\n\r\n{"code":"bad_request","message":"this is not an HTTP request"}')
     assert it.seen == []
 
 
