@@ -253,6 +253,10 @@ def test_what_is_shared_is_left_out(machine):
     sockets = ["/run/gpu-daemon/socket", "/run/gpu-pipes"]
     assert {bind.target for bind in found.binds}.isdisjoint({"/run/gpu-shared", *sockets})
     assert [bind.target for bind in found.sockets] == sockets
+    in_container = mount("/gone", str(folder / "pipe"))
+    write(machine, changed(machine.spec(), mounts=[in_container]))
+    assert [bind.source for bind in gpus(machine)[0].sockets] == [str(folder / "pipe")]
+    write(machine, changed(machine.spec(), mounts=[*mounts, mount(folder, "/run/gpu-pipes")]))
     (folder / "pipe").unlink()
     bind = Bind(str(folder), "/run/gpu-pipes", no_exec=True)
     assert bind in gpus(machine)[0].binds
