@@ -32,7 +32,7 @@ _OWN_MAC, _FAR_MAC = b"\x02atrp", b"\x02atrq"
 
 
 @dataclass(frozen=True)
-class _Member:
+class _NetworkMember:
     """One that is connected: its number, its names, and the networks that it is on; without any, on all."""
 
     number: int
@@ -44,7 +44,7 @@ class _Member:
         """Its address, by each of its names."""
         return dict.fromkeys(self.names, _text(_FIRST + self.number))
 
-    def reaches(self, other: _Member) -> bool:
+    def reaches(self, other: _NetworkMember) -> bool:
         """Whether they reach each other."""
         return not (self.networks and other.networks and self.networks.isdisjoint(other.networks))
 
@@ -57,19 +57,19 @@ class GroupNetwork:
         self._closed = False
         self._turn = asyncio.Lock()
         self._numbers = itertools.count()
-        self._members: dict[SlotSandbox, _Member] = {}
+        self._members: dict[SlotSandbox, _NetworkMember] = {}
 
     async def join(self, sandbox: Sandbox, names: Sequence[str], networks: Sequence[str] = ()) -> None:
         """Connect a sandbox; see `contract.PrivateNetwork.join`."""
         assert isinstance(sandbox, SlotSandbox)
         async with self._turn:
             try:
-                await self._join(sandbox, _Member(next(self._numbers), tuple(names), frozenset(networks)))
+                await self._join(sandbox, _NetworkMember(next(self._numbers), tuple(names), frozenset(networks)))
             finally:
                 if self._closed:
                     self._give_up()
 
-    async def _join(self, sandbox: SlotSandbox, new: _Member) -> None:
+    async def _join(self, sandbox: SlotSandbox, new: _NetworkMember) -> None:
         if self._closed:
             raise LeaseExpired("joins: the group is over")
         namespace = os.dup(sandbox.network.namespace)  # its end closes its own
@@ -90,7 +90,7 @@ class GroupNetwork:
         )
         self._members[sandbox] = new
 
-    def _known_by(self, one: _Member) -> dict[str, str]:
+    def _known_by(self, one: _NetworkMember) -> dict[str, str]:
         """The addresses of all that one reaches, itself among them, by their names."""
         reached = (each for each in (*self._members.values(), one) if each.reaches(one))
         return {name: address for each in reached for name, address in each.addresses.items()}
