@@ -35,7 +35,7 @@ def group_of(item: pytest.Item) -> str:
     if item.get_closest_marker("nomad") is not None:
         return "nomad"
     module = item.nodeid.partition("::")[0].removeprefix("tests/")
-    return f"{module}[docker]" if item.get_closest_marker("docker") is not None else module
+    return f"{module} on docker" if item.get_closest_marker("docker") is not None else module
 
 
 def is_fast(item: pytest.Item) -> bool:

@@ -44,3 +44,9 @@ def test_modules_of_alone_tests_are_found(every_test, monkeypatch):
     named = {Path(each).name for each in asked[0][3:]}
     assert {"test_attack_programs.py", "test_neighbours_stay_quick.py", "test_limits.py"} <= named
     assert len(named) < 15
+
+
+def test_groups_are_read_by_xdist(request):
+    """It takes what follows the last @ of a test's id for its group, unless a ] comes later."""
+    groups = {item.get_closest_marker("xdist_group").args[0] for item in request.session.items}
+    assert [group for group in groups if {*"@]"} & {*group}] == []
