@@ -43,21 +43,21 @@ def _wrong_types(method: Callable[..., object], args: tuple[object, ...], kwargs
     """Which arguments are not what their annotations say; asked once something failed, so that calls pay nothing."""
     signature, names = inspect.signature(method), vars(sys.modules[method.__module__])
     try:
-        given = signature.bind(*args, **kwargs).arguments
+        arguments = signature.bind(*args, **kwargs).arguments
     except TypeError:  # as Python itself says
         return []
     wrong: list[str] = []
-    for name, value in given.items():
+    for name, value in arguments.items():
         annotation = signature.parameters[name].annotation
         with contextlib.suppress(NameError, TypeError, PydanticUserError):  # an annotation that can't be asked
             kind = eval(annotation, names) if isinstance(annotation, str) else annotation  # noqa: S307
             if kind is inspect.Parameter.empty:
                 continue
             try:
-                taken = TypeAdapter(kind, config=_ANY_CLASS).validate_python(value, strict=True)
-                if isinstance(taken, BaseModel) and taken is not value:  # made of a dict, which the method doesn't do
-                    wrong.append(f"{name}: write a {type(taken).__name__} (got {type(value).__name__})")
+                parsed = TypeAdapter(kind, config=_ANY_CLASS).validate_python(value, strict=True)
+                if isinstance(parsed, BaseModel) and parsed is not value:  # made of a dict, which the method doesn't do
+                    wrong.append(f"{name}: write a {type(parsed).__name__} (got {type(value).__name__})")
             except ValidationError as error:
-                said = dict.fromkeys(f"{each['msg'][:1].lower()}{each['msg'][1:]}" for each in error.errors())
-                wrong.append(f"{name}: {', or '.join(said)} (got {type(value).__name__})")
+                messages = dict.fromkeys(f"{each['msg'][:1].lower()}{each['msg'][1:]}" for each in error.errors())
+                wrong.append(f"{name}: {', or '.join(messages)} (got {type(value).__name__})")
     return wrong

@@ -100,8 +100,8 @@ class Filters:
 
     def at_work(self) -> tuple[int, int]:
         """As `at_work`, twice before nothing is: a shell may wait for a program that is gone when its turn comes."""
-        found = at_work(self.session, self.outputs, self.given)
-        return at_work(self.session, self.outputs, self.given) if found[0] == IDLE else found
+        state = at_work(self.session, self.outputs, self.given)
+        return at_work(self.session, self.outputs, self.given) if state[0] == IDLE else state
 
     def stop(self) -> None:
         """Wait no longer."""
