@@ -507,18 +507,33 @@ async def test_what_containers_find(pool, tmp_path):
         assert (await slot.exec("ls -d /srv/data")).output == "/srv/data\n"
 
 
+async def test_through_links_to_what_is_not_there_yet(pool, tmp_path):
+    """The folder a link names is made; a link that leads nowhere is refused."""
+    linked = "FROM debian\nRUN mkdir -p /e/f /real && ln -s ../up /e/f/k && ln -s real/deep /m && ln -s o /o\n"
+    task = make(tmp_path / "task", f"{linked}COPY Dockerfile /e/f/k/\nCOPY --chmod=0 Dockerfile /m/x/y\nWORKDIR /m/w\n")
+    async with working_on(pool, TaskImages(pool), task) as slot:
+        said = await slot.exec("pwd -P; ls /e/up /real/deep /up; stat -c '%a %F' /real/deep/x/y /e/f/k /m")
+        assert said.output.startswith("/real/deep/w\n"), said.output
+        assert "/e/up:\nDockerfile\n" in said.output
+        assert "/real/deep:\nw\nx\n" in said.output
+        assert said.output.endswith("0 regular file\n777 symbolic link\n777 symbolic link\n"), said.output
+    looped = make(tmp_path / "looped", f"{linked}COPY Dockerfile /o/\n")
+    with pytest.raises(TaskBroken, match="too many links"):
+        async with working_on(pool, TaskImages(pool), looped):
+            pass
+
+
 async def test_caches_last_for_a_stage(pool, tmp_path):
+    mount = "--mount=type=cache,id=x,mode=0750,uid=3"
     task = make(
         tmp_path / "task",
-        "FROM debian AS one\n"
-        "RUN --mount=type=cache,target=/c,id=x,mode=0750,uid=3 echo 1 > /c/a; mkdir -m 700 /c/d; touch /etc/made\n"
-        "RUN --mount=type=cache,target=/e/f,id=x cat /e/f/a > /seen; stat -c '%a %u' /e/f /e/f/d >> /seen; echo 2 > /e/f/b\n"
-        "RUN --mount=type=cache,target=/c ls -A /c >> /seen\nRUN mkdir /c && touch /c/own\n"
-        "FROM one AS two\nRUN --mount=type=cache,target=/c,id=x cat /c/* >> /seen; rm /c/a\n"
-        "FROM two\nRUN --mount=type=cache,target=/c,id=x ls -A /c >> /seen\n",
+        f"FROM debian AS one\nRUN {mount},target=/c echo 1 > /c/a; mkdir -m 700 /c/d; touch /etc/made\n"
+        f"RUN {mount},target=/e/f cat /e/f/a > /seen; stat -c '%a %u' /e/f /e/f/d >> /seen; echo 2 > /e/f/b\n"
+        "RUN --mount=type=cache,target=/c,id=x ls -A /c >> /seen\nRUN mkdir /c && touch /c/own\n"
+        f"FROM one AS two\nRUN {mount},target=/c cat /c/* >> /seen; rm /c/a\nFROM two\nRUN {mount},target=/c ls -A /c >> /seen\n",
     )
     async with working_on(pool, TaskImages(pool), task) as slot:
-        assert (await slot.exec("cat /seen")).output == "1\n750 3\n700 0\n1\n2\nb\nd\n"
+        assert (await slot.exec("cat /seen")).output == "1\n750 3\n700 0\n1\n2\nb\nd\n", "other settings: another cache"
         assert (await slot.exec("ls -A /c; ls -A / | grep -E 'cache|^e$'")).output == "own\n"
 
 

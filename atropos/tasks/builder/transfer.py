@@ -93,6 +93,10 @@ async def make_folder(slot: Slot, path: str, owner: tuple[int, int] = (0, 0), mo
     """
     missing: list[str] = []
     while path not in {"/", ""} and not await is_folder(slot, path):
+        target = await followed(slot, path)
+        if target != path and not await is_folder(slot, target):  # a link to what isn't there yet
+            await make_folder(slot, target, owner, mode)
+            continue
         missing.append(path)
         path = posixpath.dirname(path)
     if not missing:

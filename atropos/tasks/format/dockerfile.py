@@ -262,7 +262,10 @@ class _Reader(Words):
             owner = int(options.get("uid") or 0), int(options.get("gid") or 0)
         except ValueError:
             raise self._refusal(f"--mount={text}: mode, uid and gid are numbers") from None
-        return Mount(target, mode=mode, owner=owner, cache=(options.get("id") or target) if kind == "cache" else "")
+        cache = (options.get("id") or target) if kind == "cache" else ""
+        if cache and not options.keys().isdisjoint({"mode", "uid", "gid"}):  # with BuildKit another one
+            cache += f" {mode or 0:o} {owner[0]}:{owner[1]}"
+        return Mount(target, mode=mode, owner=owner, cache=cache)
 
     def _copy(self, instruction: DockerfileInstruction, stage: Building) -> None:
         known: dict[str, str] = dict.fromkeys(("from", "chown", "chmod", "link", "exclude", "parents"), "")

@@ -122,7 +122,7 @@ class Words:
         if "chmod" not in flags:
             return None
         mode = self._word(flags["chmod"][-1], stage)
-        if re.fullmatch(r"[0-7]{3,5}", mode):
+        if re.fullmatch(r"0*[0-7]{1,4}", mode):
             return int(mode, 8)
         if not _SYMBOLIC.fullmatch(mode):
             raise self._refusal(f"--chmod={mode}: is no mode; write one like 755 or u=rwX,go=rX")
