@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import select
+import time
 from typing import TYPE_CHECKING
 
 from atropos.sandbox.programs.runner.children import process_stat
@@ -48,8 +49,8 @@ def spawn(
             pid = spawned(argv, block, workdir, stdio, keep)
     finally:
         state.protect_self()
-    if now() - started > SLOW_START_S and process_name(pid) == process_name(os.getpid()):
-        # it was ended from outside, before it was a program, because this process waited for it
+    if now() - started > SLOW_START_S and ended_before_exec(pid):
+        # it was ended from outside, because this process waited for it
         raise ShellHeld(errno.EAGAIN, os.strerror(errno.EAGAIN))
     return pid
 
@@ -184,6 +185,23 @@ def raise_report(report: bytes) -> None:
         raise (UserRefused if report.endswith(b"R") else OSError)(number, os.strerror(number))
 
 
-def process_name(pid: int) -> bytes:
-    """The name of a process: of one that ended before its exec, its parent's."""
-    return process_stat(pid).rpartition(b")")[0].partition(b"(")[2]
+def ended_before_exec(pid: int) -> bool:
+    """Whether a child ended before it was a program: it has its parent's name still.
+
+    So has one that lives, for a moment: the kernel lets the parent go on before it names what the child has become.
+    """
+    own, _ = name_and_state(os.getpid())
+    patience = now() + SLOW_START_S
+    while True:
+        name, does = name_and_state(pid)
+        if name != own or now() > patience:
+            return False
+        if does in (b"Z", b"X"):
+            return True
+        time.sleep(0.0005)
+
+
+def name_and_state(pid: int) -> tuple[bytes, bytes]:
+    """The name of a process, and what it does."""
+    before, _, after = process_stat(pid).rpartition(b")")
+    return before.partition(b"(")[2], after[1:2]
