@@ -259,7 +259,13 @@ class ToolExecutor:
             await self._server.check_alive()
 
     async def view(
-        self, trajectory_id: str, folders: Sequence[str], optional: Sequence[str] = (), programs: Sequence[str] = ()
+        self,
+        trajectory_id: str,
+        folders: Sequence[str],
+        *,
+        optional: Sequence[str] = (),
+        programs: Sequence[str] = (),
+        home: str | None = None,
     ) -> ViewInfo:
         """Run the trajectory's later calls in a view of its slot; see `Slot.view`.
 
@@ -273,7 +279,7 @@ class ToolExecutor:
         async with self._call(trajectory):
             slot = await self._leased(trajectory)
             await trajectory.end_sessions(self.config.limits)
-            return await slot.view(folders, optional=optional, programs=programs)
+            return await slot.view(folders, optional=optional, programs=programs, home=home)
 
     async def start_from(self, trajectory_id: str, snapshot: Snapshot) -> Slot:
         """Lease the trajectory's slot as a fork of a snapshot.

@@ -188,6 +188,39 @@ async def test_a_starting_server_stays(pool, tmp_path, monkeypatch, mode):
 
 
 @pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("whose", ["image", "agent"])
+async def test_a_repository_is_cloned_in_a_view(pool, tmp_path, whose):
+    """By git, which takes a hard link on an overlay for another file than what it links to."""
+    makes = "git init -q r && cd r && echo 1 > f && git add f && git -c user.name=a -c user.email=a@b commit -qm x"
+    dockerfile = f"{APP}RUN {makes if whose == 'image' else 'true'}\n"
+    test = "git clone -q /app/r /tmp/c; cp /tmp/c/f /logs/verifier/reward.txt"
+    async with working_on(pool, make_task(tmp_path, test=test, dockerfile=dockerfile)) as run:
+        await run.slot.exec("true" if whose == "image" else makes)
+        assert (await run.verify("view")).reward == 1
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("mode", ["view", "shared"])
+async def test_a_starting_server_is_awaited(pool, tmp_path, monkeypatch, mode):
+    """By tests that ask it once."""
+    monkeypatch.setattr(services, "YOUNG_S", 10 * SLOWNESS)
+    test = "#!/bin/bash\n: < /dev/tcp/127.0.0.1/8128; echo $((! $?)) > /logs/verifier/reward.txt"
+    async with working_on(pool, make_task(tmp_path, test=test, dockerfile=APP)) as run:
+        await run.slot.exec("setsid sh -c 'sleep 1; exec python3 -m http.server 8128' >/dev/null 2>&1 &")
+        assert (await run.verify(mode)).reward == 1
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_stopped_collect_hooks_run_again(pool, tmp_path):
+    """Here the first run takes too long."""
+    command = "[ -e /tmp/once ] || { touch /tmp/once; sleep 1000; }; echo 1 > /logs/artifacts/made"
+    toml = f"[[verifier.collect]]\ncommand = '{command}'\ntimeout_sec = {2 * SLOWNESS:g}\n"
+    test = "cp /logs/artifacts/made /logs/verifier/reward.txt"
+    async with working_on(pool, make_task(tmp_path, test=test, toml=toml, dockerfile=APP)) as run:
+        assert (await run.verify("view")).reward == 1
+
+
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(("keep", "loops"), [("task", 1), ("services", 0), ("none", 0), ("all", 1)])
 async def test_operator_says_what_stays(pool, tmp_path, keep, loops):
     test = "pgrep -fc ^a-mere-loop > /logs/verifier/reward.txt"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import pytest_asyncio
 
 from atropos.envs import ToolContext
 from atropos.envs.running.hooks import ExecTool
 from atropos.envs.running.rollout import TaskFault, VerifierError
+from atropos.tasks.verifier.surroundings import FOLDERS
 from atropos.tools import ToolCall
 from tests.e2e.test_example_verifiers import executor
 from tests.files import write_files
@@ -111,6 +114,15 @@ async def test_planted_bytecode_is_idle(left, path):
     hook = await left("for d in . tests; do mkdir -p $d/hidden; echo 'print(42)' > $d/hidden/__init__.py; done")
     with pytest.raises(VerifierError, match="would not be what runs"):
         await hook.write_file(path, "print('hook')")
+
+
+@pytest.mark.parametrize("path", ["hidden", "/workspace/tests/../hidden"])
+async def test_a_link_leads_no_write_elsewhere(left, executor, path):
+    hook = await left("echo agent > answer; mkdir tests; ln -s answer hidden")
+    slot = await executor.slot(hook.calls.trajectory_id)
+    slot.profile = replace(slot.profile, env={**slot.profile.env, FOLDERS: "/workspace"})
+    await hook.write_file(path, "hook\n")
+    assert (await hook.terminal("cat answer hidden"))["output"].split() == ["agent", "hook"]
 
 
 @pytest.mark.parametrize("name", ["Makefile", "makefile"])

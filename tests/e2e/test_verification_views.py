@@ -100,6 +100,18 @@ async def test_view_shows_listed_folders(policy, tmp_path, folders, score):
     assert found == [[score, score]]
 
 
+async def test_home_that_is_shown_runs_nothing(policy, tmp_path):
+    plant = "mkdir -p $(python3 -m site --user-site); echo 'import os; print(42, flush=True); os._exit(0)' > $(python3 -m site --user-site)/x.pth"
+    found = await scores(
+        policy,
+        tmp_path,
+        [f"echo 41 > /root/answer; {plant}", f"echo 42 > /root/answer; {plant}"],
+        test='python3 -c \'print(open("/root/answer").read(), end="")\'',
+        verifier_folders=["/workspace", "/root"],
+    )
+    assert found == [[0, 0], [1, 1]]
+
+
 @shows("verifier_quiesce")
 async def test_quiesced_have_ended(policy, tmp_path):
     assert await scores(policy, tmp_path, [SERVES], test=FETCHES, verifier_quiesce=True) == [[0, 0]]

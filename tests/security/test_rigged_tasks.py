@@ -18,15 +18,18 @@ from atropos.tasks.folder import load_task
 from atropos.tasks.prepare import TaskImages
 from atropos.tools import ToolExecutor, ToolExecutorConfig, build_tool_registry
 from tests.e2e.test_hooks_own_files import Agent, Hermes
+from tests.e2e.test_tasks import no_server_is_awaited
 from tests.files import write_files
+from tests.security.rigged_files import FILES
 from tests.security.rigged_machines import MACHINES, OWN_PACKAGES
 from tests.security.rigged_programs import PROGRAMS
 from tests.security.rigged_tasks import SURROUNDINGS
 from tests.security.test_verification_rigging import CHECK, reward
 
+__all__ = ["no_server_is_awaited"]
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-TASKS = SURROUNDINGS | PROGRAMS | MACHINES
+TASKS = SURROUNDINGS | PROGRAMS | MACHINES | FILES
 ALL = TASKS | {"packages of its own": OWN_PACKAGES}
 TRICKS = {(name, trick): command for name, task in TASKS.items() for trick, command in task.tricks.items()}
 PACKAGES = {("packages of its own", kind): command for kind, command in OWN_PACKAGES.honest.items()}

@@ -227,6 +227,8 @@ class ToolContext(HookCalls):
         """
         data = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
         try:
+            if check is not False:
+                await self.take_place(path)
             await (await self._slot()).write_file(path, data)
         except SlotFileError as error:
             return self._not_written(f"write_file {path}", error, check=check)
@@ -255,6 +257,8 @@ class ToolContext(HookCalls):
         if not Path(source).exists():
             raise FileNotFoundError(f"there is no local file {source}")
         try:
+            if check is not False and Path(source).is_file():
+                await self.take_place(path)
             await (await self._slot()).upload(source, path)
         except SlotFileError as error:
             return self._not_written(f"upload {path}", error, check=check)
@@ -358,6 +362,9 @@ class ToolContext(HookCalls):
 
     async def _call(self, name: str, arguments: Mapping[str, object]) -> ToolResult:
         call = ToolCall(name=name, arguments=dict(arguments))
+        if name == "write_file":
+            for path in written(call):
+                await self.take_place(path)
         result = await self._executor.execute(self.trajectory_id, call)
         if self._setup and not result.success:
             raise TaskFault(failed_call(call, result))

@@ -7,9 +7,8 @@ import contextlib
 import inspect
 import logging
 import posixpath
-import re
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Generator, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from types import CodeType, FrameType
 from typing import TypeVar, cast
 
@@ -19,6 +18,8 @@ from atropos.aio import Allowance, cancelled_from_outside, first_of
 from atropos.envs.running.metrics import EnvMetrics
 from atropos.envs.running.rollout import HookError, TaskFault, VerifierError
 from atropos.errors import ConfigError, InferenceError, SandboxError, code_of
+from atropos.tasks.verifier.preceding import make_way, preceded
+from atropos.tasks.verifier.surroundings import FOLDERS
 from atropos.tools import ToolCall, ToolExecutor, ToolResult
 
 KNOWN = (SandboxError, InferenceError, ConfigError, HookError, PromptTooLong)
@@ -38,48 +39,8 @@ class Interrupted(asyncio.CancelledError):
     """A signal ends a hook that blocks the event loop, before the run can cancel its task."""
 
 
-MAX_BESIDE = 500
-"""Most files of one upload that are looked at: as many as fit into a command."""
 WRITES = ("write_file", "patch")
 """Tools by which a hook brings files of its own."""
-_IN_THE_WAY = """
-for path; do
-  case ${path##*/} in
-    Makefile) rm -rf -- "${path%Makefile}GNUmakefile" "${path%Makefile}makefile" || exit; continue ;;
-    makefile) rm -rf -- "${path%makefile}GNUmakefile" || exit; continue ;;
-  esac
-  stem=${path%.py}; folder=$(dirname -- "$path")
-  rm -rf -- "$folder/__pycache__/${stem##*/}".*.pyc "$stem.pyc" "$stem.so" "$stem".*.so || exit
-  for package in "$stem"/__init__.*; do
-    [ ! -e "$package" ] || { echo "$package is imported in its place"; exit 1; }
-  done
-done
-"""
-"""For sh: removes what Python would load in the place of modules, compiled before, and fails where a package is in
-their place; removes what make would read first."""
-
-
-_RULES = ("GNUmakefile", "makefile", "Makefile")
-"""Files of rules in the order in which make looks for them."""
-_LOADED_FIRST = re.compile(r"(.*/[^/.]+)(?:(?:\.[^/]*)?\.so|/__init__\.[^/]*)")
-"""Paths of what Python loads before a module `*.py`."""
-
-
-def preceded(paths: Iterable[str], own: Collection[str]) -> list[str]:
-    """Modules of Python and files of rules for make that another file would be taken for, unless that is one's own.
-
-    Args:
-        paths: absolute ones.
-        own: all that one brought.
-    """
-    covered = {f"{match[1]}.py" for path in own if (match := _LOADED_FIRST.fullmatch(path))}
-    for folder in {posixpath.dirname(path) for path in own if posixpath.basename(path) in _RULES}:
-        rules = [posixpath.join(folder, name) for name in _RULES]
-        first = next(number for number, path in enumerate(rules) if path in own)
-        covered |= {rules[0], *rules[first + 1 :]}
-    return [
-        path for path in paths if path not in covered and (path.endswith(".py") or posixpath.basename(path) in _RULES)
-    ]
 
 
 class HookCalls:
@@ -131,6 +92,20 @@ class HookCalls:
             else VerifierError(f"{what}; a verifying hook goes on with check=False alone")
         )
 
+    async def take_place(self, path: str) -> None:
+        """Before a verifying hook writes a file: remove a link in its place, which leads to another of the agent's.
+
+        Raises:
+            SandboxError: the slot was lost.
+        """
+        if self._setup:
+            return
+        slot = await self._executor.slot(self.trajectory_id)
+        place = posixpath.normpath(slot.profile.path(path))
+        folders = filter(None, slot.profile.env.get(FOLDERS, "").split(":"))
+        if any(place.startswith(f"{folder}/") for folder in folders):
+            await slot.exec(["sh", "-c", '[ ! -L "$1" ] || rm -f -- "$1"', "sh", place])
+
     async def make_way(self, paths: Sequence[str]) -> None:
         """After a verifying hook wrote files beside the agent's: remove what would run in the place of `preceded` ones.
 
@@ -145,12 +120,8 @@ class HookCalls:
         slot = await self._executor.slot(self.trajectory_id)
         brought = [posixpath.normpath(slot.profile.path(path)) for path in paths]
         self._own.update(brought)
-        beside = await asyncio.to_thread(preceded, brought, self._own)
-        if not beside:
-            return
-        done = await slot.exec(["sh", "-c", _IN_THE_WAY, "sh", *beside[:MAX_BESIDE]])
-        if done.exit_code != 0:
-            raise self.own_file_fault(f"{beside[0]} would not be what runs: {done.output.strip()[-TAIL_CHARS:]}")
+        if fault := await make_way(slot, await asyncio.to_thread(preceded, brought, self._own)):
+            raise self.own_file_fault(fault)
 
     def left_over(self) -> HookError | None:
         """The fault of a hook that ended before its calls did, if it is one."""
@@ -206,6 +177,9 @@ class ExecTool(HookCalls):
             mistake = self._executor.mistake_in(call)
             if mistake is not None:
                 raise self._fault(f"exec_tool: {mistake}")
+            if call.name == "write_file" and check is not False:
+                for path in written(call):
+                    await self.take_place(path)
             result = await self._run(call)
             if not result.success and (self._setup if check is None else check):
                 raise TaskFault(failed_call(call, result))

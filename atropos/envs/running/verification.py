@@ -10,7 +10,7 @@ from atropos.envs.config import SandboxEnvConfig
 from atropos.envs.running.rollout import VerifierError
 from atropos.tasks.errors import VerifierFailed
 from atropos.tasks.verifier.elsewhere import PACKAGES, bring
-from atropos.tasks.verifier.repositories import named_programs, take_out
+from atropos.tasks.verifier.home import home_of, may_be_shown
 from atropos.tasks.verifier.surroundings import hook_profile, program_folders
 from atropos.tasks.verifier.texts import named_folders
 from atropos.tools import ToolExecutor
@@ -45,9 +45,15 @@ async def begin(executor: ToolExecutor, trajectory_id: str, config: SandboxEnvCo
         programs = program_folders(slot.profile.env)
         await bring(slot, config.verifier_folders, programs)
         optional = [*named_folders(prompt), PACKAGES]
-        shown = await executor.view(trajectory_id, config.verifier_folders, optional, programs)
+        home = home_of(slot.profile)
+        shown = await executor.view(
+            trajectory_id,
+            config.verifier_folders,
+            optional=optional,
+            programs=programs,
+            home=home if may_be_shown(home, config.verifier_folders) else None,
+        )
         try:
-            await take_out(slot, shown.folders, named_programs(prompt))
             slot.profile = await hook_profile(slot, shown, prompt)
         except VerifierFailed as error:
             raise VerifierError(str(error)) from error

@@ -3,8 +3,8 @@
 
 What is installed comes before what lies in the agent's folders, and what installed code imports is never found there by
 chance of the working folder; folders of the image's PYTHONPATH that are the agent's come last. Packages that the agent
-installed are found by its own code alone. For Python 3.5 and later, and without effect in Python 2: so it has no
-annotations.
+installed are found by its own code alone. For that code the order is Python's usual one. What tests put into such a
+folder comes before what was there. For Python 3.5 and later, and without effect in Python 2: so it has no annotations.
 """
 
 import os
@@ -13,7 +13,7 @@ import sys
 try:  # what every Python has loaded already
     import _imp
     from _frozen_importlib import module_from_spec
-    from _frozen_importlib_external import PathFinder
+    from _frozen_importlib_external import PathFinder, spec_from_file_location
 except ImportError:
     PathFinder = None
 try:
@@ -56,6 +56,18 @@ def _is_the_agents(path):
     return _known[path]
 
 
+def _changed(path):
+    """When a file changed; 0: there is none."""
+    try:
+        return os.stat(path).st_ctime
+    except OSError:
+        return 0
+
+
+_began = _changed(os.environ.get("ATROPOS_BEGAN", ""))
+"""What is in the agent's folders since then, tests put there."""
+
+
 def _elsewhere():
     return [each for each in sys.path if not _is_the_agents(each)]
 
@@ -78,6 +90,28 @@ def _installed_code_imports():
         return False
     path = frame.f_code.co_filename
     return os.path.isabs(path) and not _is_the_agents(path) and _is_in(path, _installed)
+
+
+def _asking():
+    """The file of the agent's that imports, by whatever way; None: other code does."""
+    frame = _importer(os.path.join(_library, "importlib") + os.sep)
+    path = "<" if frame is None else frame.f_code.co_filename
+    return None if path.startswith("<") or not _is_the_agents(path) else path
+
+
+def _work_imports():
+    """Whether the agent's work asks, and no file that tests put beside it."""
+    path = _asking()
+    return path is not None and _changed(path) < _began
+
+
+def _put_there(name, folders):
+    """A module of the tests' own in one of these, which comes before a package or library of the agent's beside it."""
+    for each in folders:
+        module = os.path.join(each, name + ".py")
+        if _changed(module) >= _began > _changed(os.path.join(each, name, "__init__.py")):
+            return spec_from_file_location(name, module)
+    return None
 
 
 def _is_a_copy(name, origin):
@@ -106,7 +140,7 @@ class _ElsewhereFirst:
 
     @staticmethod
     def find_spec(name, path=None, target=None):
-        if path is not None or name in _own or name in sys.builtin_module_names:
+        if path is not None or name in sys.builtin_module_names:
             return None
         if name in _STARTED:
             others = [each for each in _elsewhere() if os.path.abspath(each) != _here]
@@ -114,10 +148,16 @@ class _ElsewhereFirst:
             if spec is None:
                 raise _NotFound("there is no " + name, name=name)
             return spec
+        agents = [each for each in sys.path if _is_the_agents(each)]
+        if name == "__main__" and agents and agents[0] == sys.path[0] and agents[0].endswith(".py"):
+            raise _NotFound("__main__ of a folder in the place of a program", name=name)
+        if _work_imports():
+            return None
+        if name in _own:
+            return _put_there(name, agents)
         spec = PathFinder.find_spec(name, _stdlib, target)
         if spec is not None:
             return spec
-        agents = [each for each in sys.path if _is_the_agents(each)]
         if not agents:
             return None
         spec = PathFinder.find_spec(name, _elsewhere(), target)
@@ -126,7 +166,7 @@ class _ElsewhereFirst:
             return None if shadowed and _is_a_copy(name, spec.origin) else spec
         if name in getattr(sys, "stdlib_module_names", ()) or _installed_code_imports():
             return _of_others(name, target)
-        return None
+        return _put_there(name, agents)
 
 
 def _of_others(name, target):
@@ -147,8 +187,7 @@ class _InstalledByTheAgent:
 
     @staticmethod
     def find_spec(name, path=None, target=None):
-        frame = _importer(os.path.join(_library, "importlib") + os.sep) if path is None else None
-        if frame is None or frame.f_code.co_filename.startswith("<") or not _is_the_agents(frame.f_code.co_filename):
+        if path is not None or _asking() is None:
             return None
         return PathFinder.find_spec(name, _packages, target)
 

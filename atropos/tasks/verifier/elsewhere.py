@@ -24,7 +24,7 @@ MAX_PACKAGE_FILES, MAX_LIST_CHARS = 50_000, 4 * 1024 * 1024
 MAX_COPY_BYTES, MAX_COPY_FILES = 64 * 1024 * 1024, 10_000
 """Most that is put in the place of one link."""
 _LINKS = r"""
-import os, stat, sys, time
+import os, stat, sys
 count, most, most_files = map(int, sys.argv[1:4])
 folders, others = sys.argv[4:4 + count], sys.argv[4 + count:]
 def below(path, tops):
@@ -56,15 +56,13 @@ def replace(link, end, by_name, put):
 def may_be_replaced(end):
     return not below(end, [*folders, "/proc", "/sys"]) and (os.path.isfile(end) or os.path.isdir(end))
 names = (os.path.join(at, name) for top in folders for at, *found in os.walk(top) for name in sum(found, []))
-ends = {link: os.path.realpath(link) for link in names if os.path.islink(link)}
-ends = {link: end for link, end in ends.items() if may_be_replaced(end)}
+every = {link: os.path.realpath(link) for link in names if os.path.islink(link)}
+ends = {link: end for link, end in every.items() if may_be_replaced(end)}
 """
 """For the Python that every slot has, with the number of folders, the most bytes and files, folders and `others`.
-`ends` has the links in these folders that lead out of them."""
+`every` has the links in these folders, `ends` those that lead out of them."""
 _BRING = r"""
-uptime = float(open("/proc/uptime").read().split()[0])
-ticks = int(open("/proc/1/stat").read().rpartition(")")[2].split()[19])
-began = time.time() - uptime + ticks / os.sysconf("SC_CLK_TCK") - 1
+began = os.stat("/proc").st_ctime  # when it was mounted, by the clock that gives files their times
 def put(source, target):
     try:
         os.link(source, target)
@@ -119,6 +117,7 @@ if left <= 0:
 
 
 _LOOK = r"""
+programs=0; for each in /proc/[0-9]*; do programs=$((programs + 1)); done; [ $programs -le 2 ] || echo others
 count=$1; shift
 while [ "$count" -gt 0 ]; do
   found=$(find "$1" -type l -print -quit) && [ -z "$found" ] || exit 1
@@ -134,32 +133,35 @@ IFS='
 '
 set -f -- $sites
 [ $# -gt 0 ] || exit 0
-read -r up < /proc/uptime; read -r stat < /proc/1/stat
-fields=${stat##*) } IFS=' '
-ticks=$(set -- $fields; shift 19; echo "$1")
-minutes=$(( (${up%%.*} - ticks / 100) / 60 + 2 ))
-found=$(find "$@" -maxdepth 1 -name '*.dist-info' -cmin "-$minutes" -print -quit) && [ -z "$found" ]
+found=$(find "$@" -maxdepth 1 -name '*.dist-info' -cnewer /proc -print -quit) && [ -z "$found" ]
 """
 """Succeeds where there is nothing to bring, as mostly: no link in the folders and no package that is younger than this
-machine. In a fifth of the time that a Python takes; programs of the agent's by these names can deprive it alone."""
+machine. In a fifth of the time that a Python takes; programs of the agent's by these names can deprive it alone. It
+says whether other programs run than PID 1 and itself."""
 
 
-async def bring(slot: Slot, folders: Sequence[str], programs: Sequence[str] | None = None) -> None:
+async def bring(slot: Slot, folders: Sequence[str], programs: Sequence[str] | None = None) -> bool:
     """Bring it to an agent's folders in its own slot, before a view is opened or artifacts are carried.
 
     Args:
         slot: where the agent worked.
         folders: what will be shown.
         programs: folders that may be virtual environments of the image's; None: packages are of no use.
+
+    Returns:
+        Whether programs of the agent's run there.
     """
     tops = () if programs is None else ("/usr/local", "/usr", *programs)
     look = ("sh", "-c", _LOOK, "sh", str(len(folders)), *folders, *tops)
-    if (await exec_plain(slot, look)).exit_code == 0:
-        return
+    looked = await exec_plain(slot, look)
+    others = looked.output.startswith("others")
+    if looked.exit_code == 0:
+        return others
     packages = (PACKAGES, str(MAX_PACKAGE_FILES), str(MAX_LIST_CHARS), *tops) if tops else ()
     done = await with_links(slot, _BRING, folders, packages)
     if done.exit_code != 0:
         _log.warning("what the agent has elsewhere is not all shown: %s", done.output[-300:].strip())
+    return others
 
 
 async def with_links(slot: Slot, script: str, folders: Sequence[str], others: Sequence[str]) -> ExecResult:

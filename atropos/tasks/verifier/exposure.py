@@ -20,6 +20,7 @@ _BUILDS = (
     r"(?![\w/-])"
 )
 _UNPICKLES = r"\b(?:pickle|dill|cloudpickle|joblib|torch|marshal)\.loads?\(|\ballow_pickle\s*=\s*True"
+_EVALUATES = r"\b(?:eval|exec)\(\s*(?:compile\(\s*)?(?:open|(?:pathlib\.)?Path)\("
 _CALLS = (
     r"\b(?:subprocess\.\w+|os\.(?:system|popen|exec\w+|spawn\w+)|Popen|check_output|check_call"
     r"|execSync|spawnSync|spawn)"
@@ -64,7 +65,8 @@ def _pattern(workdir: str) -> re.Pattern[str]:
     program = rf"(?:{inside}|\./[\w./-]+)"
     return re.compile(
         rf"{_START}{program}|{_INTERPRETER}(?:{inside}|(?![/-])[\w./-]+\.\w+)|{_START}{_BUILDS}|"
-        rf"{_UNPICKLES}|{_CALLS}\s*[^\n]*?(?:{inside}|[\"']\./)|"
-        rf"sys\.path\.(?:insert|append)\([^\n]*{re.escape(workdir)}(?![\w-])",
+        rf"{_UNPICKLES}|{_EVALUATES}|{_CALLS}\s*[^\n]*?(?:{inside}|[\"']\./)|"
+        rf"sys\.path\.(?:insert|append)\([^\n]*{re.escape(workdir)}(?![\w-])|"
+        rf"\bPYTHONPATH=[\"']?(?:{re.escape(workdir)}(?![\w-])|\.|\$\{{?PWD)",
         re.MULTILINE,
     )

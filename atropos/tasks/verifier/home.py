@@ -16,6 +16,19 @@ from atropos.wire import VIEW_HOME
 _ASIDE = "/run/programs"
 _TOOLS = "bin|go|R|perl5|node_modules|snap"
 """What programs look for in a home by themselves, beside hidden files."""
+_USUAL = ("", "root", "home", "var", "nonexistent")
+"""Folders at the top that homes are in, and that no view shows by itself."""
+
+
+def is_tool(name: str) -> bool:
+    """Whether what a home has of this name is the image's in `VIEW_HOME`."""
+    return name.startswith(".") or name in _TOOLS.split("|")
+
+
+def may_be_shown(home: str, folders: Sequence[str]) -> bool:
+    """Whether a view of these folders may show a home: it is in one of them, or in another at the top."""
+    inside = any(f"{home}/".startswith(f"{folder.rstrip('/')}/") for folder in folders)
+    return inside or (home.startswith("/") and home.split("/")[1] not in _USUAL)
 
 
 def home_of(profile: Profile) -> str:

@@ -17,7 +17,7 @@ from atropos.tasks.verifier.services import end_tests
 from atropos.tasks.verifier.surroundings import Surroundings, environment, image_variables, with_links
 
 _log = logging.getLogger(__name__)
-USED = 0.5
+USED = 0.9
 """Part of a verifier's time limit that tests must have computed for, where taking longer is their own doing."""
 WATCHED_S = 1.5
 """How long programs of the agent's are watched that are alive where tests run."""

@@ -1,4 +1,4 @@
-"""Links of an agent's to places of the image that the tests name: they may write there what they expect.
+"""Links of an agent's to what tests write: to places of the image that they name, and to files in its own folders.
 
 Each is replaced with a copy of what it leads to, as that is before the tests start.
 """
@@ -16,28 +16,40 @@ MAX_PLACES = 256
 _ELSEWHERE = ("/usr", "/bin", "/sbin", "/lib", "/proc", "/dev", "/sys", "/tests", "/logs", "/solution", "/tmp", "/run")
 """Programs, which links may lead to, and where they lead nowhere anyway."""
 _CUT = r"""
+count, others = int(others[0]), others[1:]
+outside, own = others[:count], others[count:]
+written = {*own, *map(os.path.realpath, own)}
 for link, end in ends.items():
     program = os.path.isfile(end) and os.access(end, os.X_OK)
-    if not program and (below(end, others) or any(below(place, [end]) for place in others)):
+    if not program and (below(end, outside) or any(below(place, [end]) for place in outside)):
         replace(link, end, files(end) or {}, copy)
+for link, end in every.items() if own else ():
+    if link in ends or "/node_modules/" in link or not below(end, folders) or not os.path.islink(link):
+        continue
+    loop, holds = below(link, [end]), any(below(path, [end]) for path in written)
+    if any(below(path, [link]) for path in own) or holds and not loop:
+        found = {} if loop else files(end)
+        if found is not None:
+            replace(link, end, found, copy)
 """
 
 
-async def cut_links(slot: Slot, folders: Sequence[str], places: Sequence[str]) -> None:
-    """Replace links in folders that lead to places with copies; for a view or a slot of the verifier's own.
+async def cut_links(slot: Slot, folders: Sequence[str], places: Sequence[str], own: Sequence[str]) -> None:
+    """Replace links in folders with copies; for a view or a slot of the verifier's own.
 
     Args:
         slot: where the tests will run.
         folders: what the agent wrote.
         places: absolute paths that the tests name.
+        own: files in these folders that the tests write, of which nobody speaks to the agent.
 
     Raises:
         VerifierFailed: there is no room.
     """
     tops = tuple(f"{top}/" for top in (*_ELSEWHERE, *folders))
-    outside = sorted(path for path in places if not f"{path}/".startswith(tops))
-    if not folders or not outside:
+    outside = sorted(path for path in places if not f"{path}/".startswith(tops))[:MAX_PLACES]
+    if not folders or not (outside or own):
         return
-    done = await with_links(slot, _CUT, folders, outside[:MAX_PLACES])
+    done = await with_links(slot, _CUT, folders, (str(len(outside)), *outside, *own[:MAX_PLACES]))
     if done.exit_code != 0:
-        raise VerifierFailed(f"links to {', '.join(outside)[:200]} can't be replaced: {done.output[-300:].strip()}")
+        raise VerifierFailed(f"links to what tests write can't be replaced: {done.output[-300:].strip()}")

@@ -29,12 +29,27 @@ _MACHINE = re.compile(
     r"|/(?:etc|usr|var|opt|root|tmp)(?![\w-])/?)|\bcd\s+~",
     re.MULTILINE,
 )
+_LIVE = re.compile(r"\bmkfifo\b|\binotify\w*|\bfswatch\b|\bincron\w*|\bchokidar\b|\bwatchdog\.(?:observers|events)\b")
+"""Of solutions: programs that wait for what tests write to a file, which reaches none from a view."""
 _SYSTEM = {"/", "/usr", "/usr/local", "/etc", "/bin", "/sbin", "/lib", "/lib64", "/opt", "/var"}
 """Folders of which a verifier's own programs and settings are a part."""
-_SOCKET = re.compile(r"\bAF_UNIX\b|--unix-socket\b|\bunix:/|[\w-]\.sock\b")
-"""Of tests: in a view no Unix socket of the agent's answers, since it is bound to a file of another mount."""
 _PROGRAM = re.compile(r"/(?:usr/)?(?:local/)?s?bin/[\w.-]+$")
 """A program of the system, which is only run."""
+_UNSEEN = {
+    re.compile(r"\bAF_UNIX\b|--unix-socket\b|\bunix:/|[\w-]\.sock\b"): "Unix sockets don't answer in a view",
+    re.compile(
+        r"(?:^|[;&|(`!\"']|\b(?:if|then|do|else|while|until|sudo)\b)[ \t]*"
+        r"((?:pgrep|pidof|lsof|fuser|screen[ \t]+-ls|ps[\"', \t]{1,9}-?[aAe]\w{,9})\b)"
+        r"|\b(psutil\.(?:process_iter|pids|pid_exists)"
+        r"|tmux\s+(?:has-session|ls|list-\w+|capture-pane|send-keys))\b"
+        r"|((?:/[\w.-]{,99}|[\"'][\w.-]{,99})\.pid)\b",
+        re.MULTILINE,
+    ): "a view shows no processes of the agent's",
+    re.compile(r"\bst_nlink\b|\bstat\s+(?:-\w+\s+|--format=?)?[\"']?%h|\bfind\b[^\n;&|]*\s-links\s"): (
+        "a view may have each file under two names"
+    ),
+}
+"""What tests have that look for what a view doesn't show, and what that is."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +82,15 @@ def choose(task: Task, wanted: Literal["task"] | Mode = "task") -> Choice:
         return Choice("shared", f"its working folder is {task.recipe.workdir}")
     shown = (task.recipe.workdir, *(artifact.source for artifact in task.artifacts))
     for name, text in solution_texts(task):
+        if match := _LIVE.search(text):
+            return Choice("shared", f"{name} has `{match[0]}`, and its programs don't see what a view writes")
         for match in _MACHINE.finditer(text):
             word = match[0]
             inside = any(word == folder or word.startswith(f"{folder.rstrip('/')}/") for folder in shown)
             if not inside and not _PROGRAM.match(word):
                 return Choice("shared", f"{name} has `{word[:60]}`, which a view may not show")
     for name, text in test_texts(task):
-        if match := _SOCKET.search(text):
-            return Choice("shared", f"{name} has `{match[0]}`, and Unix sockets don't answer in a view")
+        for pattern, why in _UNSEEN.items():
+            if match := pattern.search(text):
+                return Choice("shared", f"{name} has `{match[match.lastindex or 0].strip()}`, and {why}")
     return Choice("view", "nothing in its solution changes the machine itself")

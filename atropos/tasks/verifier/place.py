@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import posixpath
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from atropos.errors import NotSupported
 from atropos.slots import Slot
@@ -18,11 +20,12 @@ from atropos.tasks.format.service import MAIN
 from atropos.tasks.format.task import Task
 from atropos.tasks.verifier.artifacts import Carried, put_down, taken_along
 from atropos.tasks.verifier.elsewhere import PACKAGES, bring
-from atropos.tasks.verifier.home import home_of, put_aside, put_back
+from atropos.tasks.verifier.home import home_of, may_be_shown, put_aside, put_back
 from atropos.tasks.verifier.links import cut_links
 from atropos.tasks.verifier.mode import Mode
+from atropos.tasks.verifier.preceding import RULES, make_way
 from atropos.tasks.verifier.repositories import take_out
-from atropos.tasks.verifier.services import Keep, end_processes
+from atropos.tasks.verifier.services import Keep, end_processes, wait_for_young
 from atropos.tasks.verifier.surroundings import (
     MAX_PROGRAM_FOLDERS,
     Surroundings,
@@ -30,9 +33,16 @@ from atropos.tasks.verifier.surroundings import (
     image_variables,
     program_folders,
 )
-from atropos.tasks.verifier.texts import makes_links, named_folders, read_texts, renames_across, venvs_of_tests
+from atropos.tasks.verifier.texts import (
+    is_spoken_of,
+    makes_links,
+    named_folders,
+    read_texts,
+    renames_across,
+    venvs_of_tests,
+    written,
+)
 from atropos.tasks.verifier.venvs import remove_venvs, venvs_made
-from atropos.wire import VIEW_HOME
 
 _log = logging.getLogger(__name__)
 
@@ -81,9 +91,8 @@ async def _carry_all(slot: Slot, judged: Task, carried: Carried) -> Surroundings
     if any(artifact is not None and artifact.has_hard_links for _, artifact in carried):
         await slot.settle()  # what tests write into one file is then not in the others
     await put_back(slot, folders, programs)
-    surroundings = replace(surroundings, programs=programs, home=VIEW_HOME if inside else None)
-    await _disarm(slot, surroundings, read)
-    return surroundings
+    surroundings = replace(surroundings, programs=programs, home=home if inside else None)
+    return await _disarm(slot, surroundings, read)
 
 
 async def _open_view(slot: Slot, task: Task, keep: Keep) -> Surroundings:
@@ -93,29 +102,39 @@ async def _open_view(slot: Slot, task: Task, keep: Keep) -> Surroundings:
     workdir = task.recipe.workdir
     others = [one.source for one in task.artifacts if not f"{one.source}/".startswith(f"{workdir.rstrip('/')}/")]
     read = await asyncio.to_thread(_read, task, (workdir, *others))
-    await bring(slot, (workdir, *others), read.programs)
-    home = await _home_within(slot, task, (workdir, *others))
+    if await bring(slot, (workdir, *others), read.programs) and keep != "none":
+        await wait_for_young(slot, task)
+    home = await _home(slot, task)
     async with taken_along([(slot, path, ()) for path in others]) as carried:
         try:
             shown = await slot.view(
-                [workdir], optional=read.optional, programs=read.programs, home=home, as_layer=read.as_layer
+                [workdir],
+                optional=read.optional,
+                programs=read.programs,
+                home=home if home is not None and may_be_shown(home, (workdir, *others)) else None,
+                as_layer=read.as_layer,
             )
         except NotSupported as error:
             _log.warning("%s: verified in the agent's slot: %s", task.name, error)
             return Surroundings(company=await end_processes(slot, task, keep))
         await put_down(slot, [(path, artifact) for path, artifact in carried if artifact is not None])
-    surroundings = Surroundings(
-        (*shown.folders, *others), shown.programs, None if home is None else VIEW_HOME, read.wishes
-    )
-    await _disarm(slot, surroundings, read)
-    return surroundings
+    surroundings = Surroundings((*shown.folders, *others), shown.programs, wishes=read.wishes)
+    if home is not None and surroundings.holds(home):
+        surroundings = replace(surroundings, home=home)
+    return await _disarm(slot, surroundings, read)
 
 
-async def _disarm(slot: Slot, found: Surroundings, read: _Reading) -> None:
+async def _disarm(slot: Slot, found: Surroundings, read: _Reading) -> Surroundings:
+    """Take away what tests would run, read or write of the agent's in the place of their own."""
+    wishes = found.wishes
     await remove_venvs(slot, [path for path in read.made if found.holds(path)])
-    if found.wishes.repositories and found.folders:
-        await take_out(slot, found.folders, found.wishes.repositories)
-    await cut_links(slot, found.folders, found.wishes.places)
+    take = partial(take_out, slot, found.folders, wishes.repositories, links=not wishes.links, clones=wishes.clones)
+    if wishes.repositories and found.folders and await take():
+        wishes = wishes.where_links_lead_out()
+    own = [path for path in read.written if found.holds(path) and path not in found.folders]
+    await cut_links(slot, found.folders, wishes.places, () if wishes.links else own)
+    await make_way(slot, [path for path in read.rules if found.holds(path)])
+    return replace(found, wishes=wishes)
 
 
 @dataclass(frozen=True)
@@ -124,6 +143,8 @@ class _Reading:
 
     Attributes:
         made: virtual environments that tests make.
+        written: files that they write and nobody speaks of to the agent.
+        rules: files of rules for make that they write.
     """
 
     optional: tuple[str, ...]
@@ -131,28 +152,32 @@ class _Reading:
     as_layer: bool
     wishes: Wishes
     made: tuple[str, ...]
+    written: tuple[str, ...]
+    rules: tuple[str, ...]
 
 
 def _read(task: Task, folders: Sequence[str]) -> _Reading:
     texts = read_texts(task)
-    made = venvs_made(texts, task.recipe.workdir)
-    programs = (*made, *venvs_of_tests(texts, task.recipe.workdir), *program_folders(image_variables(task)))
+    workdir = task.recipe.workdir
+    made, files = venvs_made(texts, workdir), written(texts.tests, workdir)
+    programs = (*made, *venvs_of_tests(texts, workdir), *program_folders(image_variables(task)))
     return _Reading(
         optional=(PACKAGES, *named_folders(texts.whole)),
         programs=programs[:MAX_PROGRAM_FOLDERS],
         as_layer=renames_across(texts.tests, folders) or makes_links(texts.tests, folders),
         wishes=Wishes.of(texts),
         made=made,
+        written=tuple(path for path in files if not is_spoken_of(path, workdir, texts.asked)),
+        rules=() if RULES[0] in texts.whole else tuple(path for path in files if posixpath.basename(path) in RULES),
     )
 
 
-async def _home_within(slot: Slot, task: Task, folders: Sequence[str]) -> str | None:
-    """The home of a view's programs, if the view shows it: by the agent's word, who gains nothing by a lie."""
+async def _home(slot: Slot, task: Task) -> str | None:
+    """The home of the tests' user, by the agent's word, who gains nothing by a lie; None: there is no such user."""
     try:
-        home = home_of(await profile_of(slot, task, task.verifier_settings))
+        return home_of(await profile_of(slot, task, task.verifier_settings))
     except TaskBroken:
         return None
-    return home if Surroundings(tuple(folders)).holds(home) else None
 
 
 def _slots(slot: Slot, task: Task) -> dict[str, Slot]:
@@ -168,7 +193,7 @@ async def _collect(slot: Slot, task: Task) -> None:
             slot.profile = PLAIN
             if hook.user is not None:
                 slot.profile = await profile_of(slot, task, replace(task.agent_settings, user=str(hook.user)))
-            _note(task, hook, await slot.exec(hook.command, workdir=task.recipe.workdir, timeout_s=hook.timeout_sec))
+            await _run(task, hook, partial(slot.exec, hook.command, workdir=task.recipe.workdir))
 
 
 async def _collect_beside(slot: Slot, task: Task) -> None:
@@ -177,10 +202,14 @@ async def _collect_beside(slot: Slot, task: Task) -> None:
     for hook in task.config.verifier.collect:
         if hook.service != MAIN:
             user, command = None if hook.user is None else str(hook.user), ("/bin/sh", "-c", hook.command)
-            _note(task, hook, await slots[hook.service].exec(command, user=user, timeout_s=hook.timeout_sec))
+            await _run(task, hook, partial(slots[hook.service].exec, command, user=user))
 
 
-def _note(task: Task, hook: Collect, result: ExecResult) -> None:
+async def _run(task: Task, hook: Collect, run: Callable[..., Awaitable[ExecResult]]) -> None:
+    """Run a hook, and once more where it takes too long, as on a host that stalls."""
+    result = await run(timeout_s=hook.timeout_sec)
+    if result.timed_out:
+        result = await run(timeout_s=hook.timeout_sec)
     if result.exit_code != 0:  # as in Harbor: the tests say what is missing
         _log.warning(
             "%s: verifier.collect: `%.100s` ended with %s: %s",

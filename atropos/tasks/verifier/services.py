@@ -76,10 +76,13 @@ def may_listen_yet():  # what is younger than that age, but for the shell of a t
     tree, spared, kept = look()
     after = (float(open("/proc/uptime").read().split()[0]) - young) * os.sysconf("SC_CLK_TCK")
     return any(tree[pid][2] > after and tree[pid][1] != pid for pid in set(tree) - spared - kept)
-young, since = float(sys.argv[1]), int(sys.argv[2]) if sys.argv[2:] else None
+waits = sys.argv[2:] == ["wait"]
+young, since = float(sys.argv[1]), int(sys.argv[2]) if sys.argv[2:] and not waits else None
 deadline = time.monotonic() + young
 while since is None and time.monotonic() < deadline and may_listen_yet():
     time.sleep(0.2)
+if waits:
+    sys.exit()
 try:
     os.kill(-1, signal.SIGSTOP)  # all but this one and PID 1: nothing forks or starts to listen while it is looked at
 except OSError:  # there is nothing else
@@ -119,6 +122,13 @@ async def end_processes(slot: Slot, task: Task, keep: Keep) -> bool:
     return False
 
 
+async def wait_for_young(slot: Slot, task: Task) -> None:
+    """Give what was started in the agent's last moment the time to listen, before a view is opened."""
+    done = await exec_plain(slot, _command("wait"), timeout_s=PLAIN_S + YOUNG_S)
+    if done.exit_code != 0:
+        _log.warning("%s: no server is waited for: %s", task.name, done.output[-200:].strip())
+
+
 async def end_tests(slot: Slot, task: Task, since: int | None) -> None:
     """End the tests and what they left: all that started after `since`, except by older processes; None: everything.
 
@@ -136,13 +146,16 @@ async def end_tests(slot: Slot, task: Task, since: int | None) -> None:
 
 async def _counted(slot: Slot, task: Task, *arguments: str) -> tuple[int, int] | None:
     """How many processes the script ended, and how many it kept; None where it failed."""
-    command = (*SLOT_PYTHON, "-c", _SCRIPT, str(YOUNG_S), *arguments)
-    done = await exec_plain(slot, command, timeout_s=PLAIN_S + YOUNG_S)
+    done = await exec_plain(slot, _command(*arguments), timeout_s=PLAIN_S + YOUNG_S)
     words = done.output.split()
     if done.exit_code == 0 and len(words) == 2 and all(word.isdecimal() for word in words):
         return int(words[0]), int(words[1])
     _log.warning("%s: processes can't be distinguished, and all are ended: %s", task.name, done.output[-200:].strip())
     return None
+
+
+def _command(*arguments: str) -> tuple[str, ...]:
+    return (*SLOT_PYTHON, "-c", _SCRIPT, str(YOUNG_S), *arguments)
 
 
 def _report(task: Task, ended: int, rest: str) -> None:

@@ -21,9 +21,10 @@ from atropos.tasks.errors import VerifierFailed
 from atropos.tasks.format.recipe import PATH
 from atropos.tasks.format.task import Task
 from atropos.tasks.verifier.elsewhere import PACKAGES
-from atropos.tasks.verifier.repositories import named_programs
+from atropos.tasks.verifier.home import home_of, is_tool, move_in
+from atropos.tasks.verifier.repositories import named_programs, take_out
 from atropos.tasks.verifier.texts import TaskTexts, paths_in
-from atropos.wire import ViewInfo
+from atropos.wire import VIEW_HOME, ViewInfo
 
 LIBRARIES = (
     "/usr/local/lib:/lib/x86_64-linux-gnu:/usr/lib/x86_64-linux-gnu:/lib/aarch64-linux-gnu:/usr/lib/aarch64-linux-gnu:"
@@ -33,25 +34,49 @@ LIBRARIES = (
 _SEARCHED = {"PATH": PATH, "LD_LIBRARY_PATH": LIBRARIES, "PYTHONPATH": "", "CLASSPATH": "", "NODE_PATH": ""}
 """Lists of folders in which the agent's can be the last; and what comes before these anyway."""
 _LOADS = re.compile(
-    r"(?:LD|DYLD|PYTHON|PYTEST|PIP|UV|NODE|NPM|npm|YARN|PNPM|PERL|RUBY|GEM|BUNDLE|JAVA|_JAVA|JDK|MAVEN|GRADLE|CARGO"
-    r"|RUST|GIT|XDG|LUA|R|JULIA|PHP|DOTNET|OPENSSL|SSL|GCONV|GCC|CMAKE|PKG_CONFIG|VIRTUAL|CONDA|CURL|ERL|OCAML|GHC|GUILE|PG"
-    r"|MYSQL|LESS)[A-Z\d]*(?:_\w*)?"
-    r"|BASH_ENV|ENV|SHELL|GO(?:BIN|FLAGS|ENV|ROOT)|LOCPATH|MAKEFILES|MAKEFLAGS|C(?:PLUS)?_INCLUDE_PATH|CPATH"
-    r"|LIBRARY_PATH|CC|CXX|AR|TMPDIR|TMP|TEMP|ZDOTDIR|WGETRC|INPUTRC|PSQLRC|EDITOR|PAGER|TERMINFO|GNUPGHOME|ACLOCAL_PATH"
-    r"|TCLLIBPATH|HOME|CDPATH"
+    r"(?:PYTHON|PYTEST|PERL|RUBY|RUST|OCAML)\w*"
+    r"|(?:LD|DYLD|PIPX?|UV|PYENV|COVERAGE|NUMBA|TRITON|TORCHINDUCTOR|NODE|TS_NODE|NPM|npm|YARN|PNPM|DENO|BUN|RBENV|GEM"
+    r"|BUNDLE|_?JAVA|JDK|MAVEN|GRADLE|SBT|ANT|GROOVY|KOTLIN|SCALA|CARGO|GIT|XDG|LUA|R|RENV|JULIA|PHP|DOTNET|OPENSSL|GCC"
+    r"|CMAKE|PKG_CONFIG|VIRTUAL|CONDA|ERL|MIX|HEX|GHC|GUILE|OCTAVE|MYSQL)_\w*"
+    r"|BASH_ENV|ENV|SHELL|FPATH|GO(?:BIN|FLAGS|ENV|ROOT)|GCONV_PATH|LOCPATH|MAKEFILES|MAKEFLAGS|C(?:PLUS)?_INCLUDE_PATH"
+    r"|CPATH|COMPILER_PATH|LIBRARY_PATH|CC|CXX|AR|TMPDIR|TMP|TEMP|ZDOTDIR|WGETRC|CURL_HOME|INPUTRC|PSQLRC|GEMRC|PHPRC"
+    r"|PG(?:SERVICEFILE|PASSFILE|SYSCONFDIR)|LESS(?:OPEN|CLOSE|KEY\w*)?|EDITOR|PAGER|TERMINFO|GNUPGHOME|ACLOCAL_PATH"
+    r"|TCLLIBPATH|EMACSLOADPATH|IPYTHONDIR|MPLCONFIGDIR|MYPYPATH|HOME|CDPATH"
 )
 """Variables by which programs find code and settings, beside those lists."""
 _SYSTEM = ("/usr/", "/bin", "/sbin", "/lib")
-_SCRIPTS = {"BASH_ENV", "ENV"}
+_FILE = re.compile(
+    r"BASH_ENV|ENV|MAKEFILES|PYTHON(?:STARTUP|HOME|USERBASE)|\w*RC(?:FILE)?|CURL_HOME"
+    r"|\w+_CONF(?:IG(?:_FILE|_GLOBAL|_SYSTEM)?)?|\w+_(?:user|global|USER|GLOBAL)(?:config|CONFIG)"
+)
+"""Those of which the whole value is a path, and a relative one is looked for in the working folder."""
+_OPTION = re.compile(
+    r"NODE_OPTIONS=.*?(?:--require|-r|--import|--(?:experimental-)?loader)[= ]\s*(?!/)"
+    r"|(?:PERL5|RUBY)OPT=.*?-I\s*(?!/)|PYTEST_ADDOPTS=.*?-(?:p\s*(?!no:)|c\s*(?!/))\w"
+    r"|_?J\w*_OPTIONS=.*?-(?:javaagent:|agentpath:|cp\s|classpath\s)\s*(?!/)",
+    re.DOTALL,
+)
+"""Those with an option for what is looked for there."""
 _PATH_IN_VALUE = re.compile(r"(?:(?<![\w./-])|(?<=-[A-Za-z]))\.{0,2}/[^\s:;,=\"']*")
-_GIT = {"core.hooksPath": ("/dev/null", r"\bhooks?\b"), "core.fsmonitor": ("false", "fsmonitor")}
-"""Settings by which git runs no program of the agent's, each unless this is spoken of."""
+FOLDERS = "ATROPOS_FOLDERS"
+"""The variable with the agent's folders."""
+BEGAN = "/logs"
+"""What changes last before a verifier's programs start, and seldom later: newer files beside the agent's are theirs."""
+_SYMLINKS = "core.symlinks"
+_GIT = {
+    "core.hooksPath": ("/dev/null", r"\bhooks?\b"),
+    "core.fsmonitor": ("false", "fsmonitor"),
+    _SYMLINKS: ("false", r"sym(bolic )?link|\bln -\w*s|readlink"),
+}
+"""Settings by which git runs no program of the agent's and makes no links, each unless this is spoken of."""
 _MODULE, _OWN_MODULE = re.compile(r"\b(\w{1,64})(?:\.py\b|/)"), re.compile(r"\b(\w+)\.py\b|/(\w+)/")
 MAX_MODULES = 1000
 """Most module names passed to a verifier's programs."""
 MAX_PROGRAM_FOLDERS = 64
 """Most folders of programs that a view is asked for."""
 _RUNS_GIT = re.compile(r"\bgit\b")
+_CLONES = re.compile(r"\bgit\b[^\n;|&]*\b(?:clone(?:_from)?|submodule)\b")
+_PATCHES = re.compile(r"\bgit\b[^\n;|&]*\b(?:apply|am)\b")
 _INSTALLS = re.compile(r"\b(?:npm|pnpm|yarn)\s+(?:-\S+\s+)*(?:ci|i|install|add)\b")
 
 
@@ -65,6 +90,8 @@ class Wishes:
         installs: whether tests install npm's packages.
         repositories: a pattern of settings that name programs, for repositories; empty where tests run no git.
         places: paths that tests name, and may write to.
+        links: whether links are spoken of.
+        clones: whether tests clone repositories.
     """
 
     git: frozenset[str] = frozenset()
@@ -72,17 +99,27 @@ class Wishes:
     installs: bool = False
     repositories: str = ""
     places: tuple[str, ...] = ()
+    links: bool = False
+    clones: bool = False
 
     @classmethod
     def of(cls, texts: TaskTexts) -> Wishes:
         """Those that texts show."""
+        spoken = frozenset(key for key, (_, word) in _GIT.items() if re.search(word, texts.whole))
+        patches = any(_PATCHES.search(test) for test in texts.tests)
         return cls(
-            frozenset(key for key, (_, word) in _GIT.items() if re.search(word, texts.whole)),
+            spoken if patches else spoken | {_SYMLINKS},
             tuple(_modules(texts.whole)),
             any(_INSTALLS.search(test) for test in texts.tests),
             named_programs(texts.whole) if any(_RUNS_GIT.search(test) for test in texts.tests) else "",
             tuple({posixpath.normpath(path) for test in texts.tests for path in paths_in(test)}),
+            _SYMLINKS in spoken,
+            any(_CLONES.search(test) for test in texts.tests),
         )
+
+    def where_links_lead_out(self) -> Wishes:
+        """Those beside a repository that has links which lead out of it: git makes none, unless they are spoken of."""
+        return self if self.links else replace(self, git=self.git - {_SYMLINKS})
 
 
 def _modules(text: str) -> list[str]:
@@ -99,7 +136,7 @@ class Surroundings:
     Attributes:
         folders: what the agent wrote, absolute.
         programs: folders in these that are as the image has them.
-        home: in the place of a home in them.
+        home: the one in them, in whose place is `VIEW_HOME`, as the image has it.
         wishes: what is wanted of it.
         company: whether programs of its are alive there, and reach what the tests write.
     """
@@ -121,9 +158,9 @@ class Surroundings:
             return any(self.holds(entry or ".") for entry in value.split(":"))
         if _LOADS.fullmatch(name) is None:
             return False
-        if name in _SCRIPTS and self.holds(value):
+        if _FILE.fullmatch(name) is not None and value and not value.isdigit() and self.holds(value):
             return True
-        return any(self.holds(path) for path in _paths(value))
+        return _OPTION.match(f"{name}={value}") is not None or any(self.holds(path) for path in _paths(value))
 
     def variables(self, env: Mapping[str, str]) -> dict[str, str]:
         """An image's variables for the tests, without those that lead to the agent's work, or with its folders last."""
@@ -132,7 +169,7 @@ class Surroundings:
             if name not in env or name in result:
                 continue
             entries = [entry for entry in env[name].split(":") if entry]
-            first = [entry for entry in entries if not self.holds(entry)]
+            first = [place for entry in entries if (place := self._of_image(entry)) is not None]
             last = [entry for entry in entries if self.holds(entry)]
             if name == "PYTHONPATH":  # whose entries come before Python's own modules, however late they are in it
                 result["ATROPOS_PYTHON_LAST"] = ":".join(last)
@@ -142,6 +179,16 @@ class Surroundings:
             if first or last:
                 result[name] = ":".join([*first, *last])
         return result
+
+    def _of_image(self, folder: str) -> str | None:
+        """Where the tests find a folder as the image has it; None: only as the agent left it."""
+        if not self.holds(folder):
+            return folder
+        path = posixpath.normpath(folder)
+        if self.home is None or not path.startswith(f"{self.home}/"):
+            return None
+        inside = path.removeprefix(f"{self.home}/")
+        return f"{VIEW_HOME}/{inside}" if is_tool(inside.split("/")[0]) else None
 
 
 def program_folders(env: Mapping[str, str]) -> tuple[str, ...]:
@@ -173,14 +220,25 @@ def environment(task: Task, profile: Profile, found: Surroundings) -> dict[str, 
         env["npm_config_ignore_scripts"] = "true"
     env |= {**_defaults(found), **found.variables(image)}
     if found.home is not None:
-        env["HOME"] = found.home
+        env["HOME"] = VIEW_HOME
     return _with_modules({**env, **declared})
 
 
 async def hook_profile(slot: Slot, shown: ViewInfo, prompt: str) -> Profile:
-    """A profile for the hooks that verify in a view, of what the agent was asked for."""
+    """A profile for the hooks that verify in a view, of what the agent was asked for.
+
+    Raises:
+        VerifierFailed: the agent left its folders in such a state that this can't be done.
+    """
     profile, slot.profile = slot.profile, PLAIN
-    surroundings = Surroundings(shown.folders, shown.programs, wishes=Wishes.of(TaskTexts(prompt, [])))
+    wishes = Wishes.of(TaskTexts(prompt, []))
+    if await take_out(slot, shown.folders, named_programs(prompt), links=not wishes.links, clones=True):
+        wishes = wishes.where_links_lead_out()
+    await exec_plain(slot, f"mkdir -p {BEGAN} && touch {BEGAN}")
+    surroundings = Surroundings(shown.folders, shown.programs, wishes=wishes)
+    home = home_of(profile)
+    if surroundings.holds(home):
+        surroundings, profile = replace(surroundings, home=home), await move_in(slot, profile)
     surroundings = await with_links(slot, profile.env, surroundings)
     env = {"PYTHONDONTWRITEBYTECODE": "1", **_defaults(surroundings), **surroundings.variables(profile.env)}
     return replace(profile, env=_with_modules(env))
@@ -238,7 +296,8 @@ def _defaults(found: Surroundings) -> dict[str, str]:
     return {
         **env,
         "GIT_CONFIG_COUNT": str(len(settings)),
-        "ATROPOS_FOLDERS": ":".join(found.folders),
+        FOLDERS: ":".join(found.folders),
+        "ATROPOS_BEGAN": BEGAN,
         "ATROPOS_PROGRAMS": ":".join(found.programs),
         "ATROPOS_MODULES": ":".join(found.wishes.modules),
         "ATROPOS_PACKAGES": PACKAGES if PACKAGES in found.folders else "",

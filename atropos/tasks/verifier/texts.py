@@ -14,6 +14,8 @@ MAX_BYTES = 1 << 20
 """Most that is read of one file."""
 MAX_NAMED = 255
 """Most folders that a view is asked for, beside that of packages."""
+MAX_WRITTEN = 1000
+"""Most files of which it is known that tests write them."""
 _RENAMES = re.compile(
     r"\b(?:os\.(?:renames?|replace|link)|fs\.(?:rename|link)(?:Sync)?|File\.(?:rename|link)"
     r"|Path\([^()\n]*\)\.(?:rename|replace|hardlink_to))"
@@ -27,8 +29,18 @@ _LINKS = re.compile(
     r"|(?:\bln\s+-\w*s\w*|\s-m\s+venv|\bvirtualenv|\buv\s+venv)\b([^\n;&|)]*)"
 )
 """Calls and commands that make links, as to a venv's Python; with the words after one whose last is their place."""
+_LITERAL = r"[\"'`]([\w./-]{1,300})[\"'`]"
+_WRITES = re.compile(
+    r"(?<![^\s)}\"'])>{1,2}[ \t]*[\"']?([\w./-]{1,300})|\btee[ \t]+(?:-a[ \t]+)?[\"']?([\w./-]{1,300})"
+    rf"|\bopen\(\s*{_LITERAL}\s*,\s*(?:mode\s*=\s*)?[\"'][wax]|\bPath\(\s*{_LITERAL}\s*\)\.write_"
+    r"|\b(?:shutil\.(?:copy\w*|move)|os\.(?:rename|replace)|(?:copyFile|rename)(?:Sync)?)"
+    rf"\([^,\n]{{1,300}},\s*{_LITERAL}|\bwriteFile(?:Sync)?\(\s*{_LITERAL}"
+)
+"""Commands and calls that write a file, with its path where that is written out."""
+_COPIES = re.compile(r"(?:^|[;&|(]|\b(?:then|do|else|sudo)\b)[ \t]*(?:cp|mv|install)\b([^\n;&|)]*)", re.MULTILINE)
+_MOVES = re.compile(r"\b(?:cd|pushd)[ \t]+[\"']?([\w./-]{1,300})")
 _WHOLE_PATH = re.compile(r"(?<![\w.$}/-])/[\w.-][\w./-]*")
-_VENV = re.compile(r"(?<![\w.$}/-])((?:\.?/)?(?:[\w.-]+/){,20}[\w.-]+)/bin/(?:activate|python[\d.]*|pytest)\b")
+_VENV = re.compile(r"(?<![\w.$}/-])((?:\.?/)?(?:[\w.-]+/){,20}[\w.-]+)/bin/[\w.-]")
 _TOP = re.compile(r"(?<![\w.$}/~-])/(\w[\w.-]*)")
 
 
@@ -77,7 +89,27 @@ def venvs_of_tests(texts: TaskTexts, workdir: str) -> list[str]:
     """Virtual environments that tests run programs of, and that nobody speaks of to the agent."""
     named = {match for text in texts.tests for match in _VENV.findall(text)}
     paths = {posixpath.normpath(posixpath.join(workdir, name)) for name in named}
-    return sorted(path for path in paths if posixpath.basename(path) not in texts.asked)
+    own = (path for path in paths if posixpath.basename(path) not in texts.asked)
+    return sorted(path for path in own if not f"{path}/".startswith("/usr/"))
+
+
+def written(tests: Iterable[str], workdir: str) -> list[str]:
+    """Files that tests write, as far as their texts say so; a relative name is looked at in each folder they enter."""
+    found: set[str] = set()
+    for text in tests:
+        names = {name for match in _WRITES.findall(text) for name in match if name}
+        for match in _COPIES.findall(text):
+            *sources, target = [word.strip("\"'") for word in match.split() if not word.startswith("-")] or [""]
+            names |= {target, *(posixpath.join(target, posixpath.basename(source)) for source in sources)}
+        folders = [posixpath.join(workdir, name) for name in ("", *_MOVES.findall(text))]
+        found |= {posixpath.normpath(posixpath.join(folder, name)) for folder in folders for name in names}
+    return sorted(found)[:MAX_WRITTEN]
+
+
+def is_spoken_of(path: str, folder: str, asked: str) -> bool:
+    """Whether a text names each part of a path below a folder."""
+    parts = path.removeprefix(f"{folder.rstrip('/')}/").split("/")
+    return all(re.search(rf"(?<![\w-]){re.escape(part)}(?![\w-])", asked) for part in parts)
 
 
 def renames_across(tests: Iterable[str], folders: Sequence[str]) -> bool:

@@ -1,6 +1,7 @@
 """Rewards of verifiers whose output an agent's programs can write to."""
 
 import asyncio
+import contextlib
 import sys
 import time
 
@@ -10,8 +11,10 @@ from atropos.slots import ExecResult
 from atropos.tasks.errors import VerifierFailed
 from atropos.tasks.folder import load_task
 from atropos.tasks.format.config import StepSection
+from atropos.tasks.verifier import judging
 from atropos.tasks.verifier.mode import choose
 from atropos.tasks.verifier.reward import Verdict, passed, read_verdict
+from atropos.tasks.verifier.surroundings import Surroundings
 from tests.files import write_files
 
 
@@ -34,6 +37,22 @@ def test_tests_run_where_the_solution_works(task):
     (task.path / "solution.sh").write_text("apt-get install -y nginx\n")
     chosen = choose(load_task(task.path))
     assert (chosen.mode, chosen.reason.split()[0]) == ("shared", "solution.sh")
+
+
+@pytest.mark.parametrize(("used", "runs"), [(0.0, 2), (0.7, 2), (0.95, 1)])
+async def test_tests_kept_from_the_cpu_run_again(task, monkeypatch, used, runs):
+    """For any good part of their time."""
+    kept = (ExecResult(-9, "", b"", timed_out=True), used * task.config.verifier.timeout_sec)
+    output = "= short test summary info =\nPASSED a\n"
+    results = [kept, (ExecResult(0, output, output.encode()), 0.0)]
+
+    async def run(*_):
+        return results.pop(0)
+
+    monkeypatch.setattr(judging, "_run_tests", run)
+    with contextlib.nullcontext() if runs == 2 else pytest.raises(VerifierFailed, match="took longer"):
+        assert (await judging.judge(None, task, Surroundings())).reward == 1
+    assert len(results) == 2 - runs
 
 
 async def test_summaries_are_found_in_linear_time(task):

@@ -1431,7 +1431,7 @@ def test_unix_sockets_need_the_agents_slot(folder, test, mode):
 def test_venvs_of_tests_alone_are_known(folder):
     (folder / "environment/Dockerfile").write_text("FROM debian:13\nWORKDIR /app\n")
     (folder / "instruction.md").write_text("Put numpy into mine.")
-    run = ". ./.venv/bin/activate; /venv/bin/python3.11 x; ../v/bin/pytest; $HOME/h/bin/python; mine/bin/python; /usr/bin/awk"
+    run = ". ./.venv/bin/activate; /venv/bin/python3.11 x; ../v/bin/coverage; $HOME/h/bin/python; mine/bin/python; /usr/bin/awk"
     (folder / "tests/helper.sh").write_text(run)
     assert venvs_of_tests(read_texts(load_task(folder)), "/app") == ["/app/.venv", "/v", "/venv"]
 
@@ -1488,6 +1488,10 @@ def test_steps_have_no_view(folder):
             "subprocess.run(['python3', '/app/solve.py",
         ),
         ("sys.path.insert(0, '/app')", "sys.path.insert(0, '/app"),
+        ("PYTHONPATH=/app/src pytest /tests/test_it.py", "PYTHONPATH=/app"),
+        ("export PYTHONPATH=.:$PYTHONPATH", "PYTHONPATH=."),
+        ("space = exec(compile(open('/app/a.py').read(), 'a', 'exec'))", "exec(compile(open"),
+        ("export PYTHONPATH=/application", None),
         ("model = pickle.load(open('/app/model.pkl', 'rb'))", "pickle.load"),
         ("run = subprocess.run([\n    './solve'])", "subprocess.run([ './"),
         ("pytest -rA /tests/test_outputs.py", None),

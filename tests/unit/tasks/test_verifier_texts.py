@@ -1,0 +1,132 @@
+"""What a verifier knows before it runs: by a task's texts, an image's variables, and the times of files."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from atropos.tasks.folder import load_task
+from atropos.tasks.verifier import elsewhere
+from atropos.tasks.verifier.mode import choose
+from atropos.tasks.verifier.surroundings import Surroundings
+from atropos.tasks.verifier.texts import is_spoken_of, written
+from tests.files import write_files
+from tests.unit.tasks.test_task_folder import folder
+
+__all__ = ["folder"]
+
+
+@pytest.mark.parametrize(
+    ("test", "mode"),
+    [
+        ("if ! pgrep -f server.py; then exit 1; fi", "shared"),
+        ("names = subprocess.check_output(['ps', 'aux'])", "shared"),
+        ("up = [p for p in psutil.process_iter() if p.name() == 'x']", "shared"),
+        ("kill -0 $(cat /app/server.pid)", "shared"),
+        ("tmux has-session -t work", "shared"),
+        ("x=$(lsof -ti :8080)", "shared"),
+        ("os.kill(server.pid, 9); pkill -f mine; psutil.virtual_memory()", "view"),
+        ("# pgrep is not needed, maps are", "view"),
+        ("assert os.stat('/app/a').st_nlink == 2", "shared"),
+        ("[ $(stat -c %h a) = 2 ]; stat -c '%h' b", "shared"),
+        ("find /app -type f -links +1", "shared"),
+        ("stat -c %s a; os.path.samefile(a, b)", "view"),
+    ],
+)
+def test_some_tests_need_the_agents_slot(folder, test, mode):
+    (folder / "tests/helper.py").write_text(test)
+    assert choose(load_task(folder)).mode == mode
+
+
+@pytest.mark.parametrize(
+    ("solution", "mode"),
+    [("mkfifo /app/pipe", "shared"), ("inotifywait -m in", "shared"), ("echo fifo > queue.py; notify", "view")],
+)
+def test_programs_that_wait_for_files_need_it(folder, solution, mode):
+    write_files(
+        folder, {"solution/solve.sh": f"#!/bin/sh\n{solution}\n", "environment/Dockerfile": "FROM x\nWORKDIR /app\n"}
+    )
+    assert choose(load_task(folder)).mode == mode
+
+
+@pytest.mark.parametrize(
+    ("test", "found"),
+    [
+        ("echo 42 > t/expected 2>/dev/null", ["/app/t/expected"]),
+        ("cp -f /tests/a.py '/app/b.py' && mv x y/", ["/app/b.py", "/app/b.py/a.py", "/app/y", "/app/y/x"]),
+        ("cd sub; echo x | tee -a log", ["/app/log", "/app/sub/log"]),
+        ("open('/app/in.txt', 'w').write(x); open('/app/out.txt')", ["/app/in.txt"]),
+        ("Path('one').write_text(x); Path('two').read_text()", ["/app/one"]),
+        ("shutil.copy('/tests/a', '/app/b'); fs.writeFileSync('c', x)", ["/app/b", "/app/c"]),
+        ("if [ a -> b ] || [[ 3 >= 2 ]]; then x 2>&1; fi; f = a=>b", []),
+    ],
+)
+def test_what_tests_write_is_known(test, found):
+    assert written([test], "/app") == found
+
+
+def test_a_path_is_spoken_of_whole():
+    asked = "Write /app/out/result.json; expected are three rows."
+    assert is_spoken_of("/app/out/result.json", "/app", asked)
+    assert not is_spoken_of("/app/expected/rows.json", "/app", asked)
+    assert not is_spoken_of("/app/result.js", "/app", asked)
+
+
+LOADING = (
+    "BASH_ENV COMPILER_PATH GIT_CONFIG_GLOBAL IPYTHONDIR JAVA_TOOL_OPTIONS LD_PRELOAD LESSOPEN LUA_INIT MYPYPATH NODE_OPTIONS "
+    "NUMBA_CACHE_DIR OPENSSL_CONF PERL5OPT PHPRC PYTHONUSERBASE RUBYOPT RUSTC_WRAPPER R_LIBS TMPDIR XDG_CONFIG_HOME npm_config_prefix"
+)
+NAMING = "GITHUB_WORKSPACE LDAP_DIR LESSONS PGDATA PIPELINE_DIR REPO REQUESTS_CA_BUNDLE RESULTS_DIR ROOT_DIR SSL_CERT_FILE UVICORN_APP"
+
+
+def test_variables_that_load_are_left_out():
+    env = dict.fromkeys(f"{LOADING} {NAMING}".split(), "/app/x")
+    assert set(Surroundings(("/app",)).variables(env)) == set(NAMING.split())
+    assert Surroundings(("/opt",)).variables(env) == env
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "left_out"),
+    [
+        ("GIT_CONFIG_GLOBAL", "gitconfig", True),
+        ("OPENSSL_CONF", "conf/openssl.cnf", True),
+        ("MAKEFILES", "/opt/a.mk /app/b.mk", True),
+        ("npm_config_userconfig", "npmrc", True),
+        ("NODE_OPTIONS", "--max-old-space-size=64 --require dotenv/config", True),
+        ("NODE_OPTIONS", "--max-old-space-size=64 --require /opt/x.js", False),
+        ("PERL5OPT", "-I. -MOwn", True),
+        ("PERL5OPT", "-MStrict", False),
+        ("JAVA_TOOL_OPTIONS", "-Xmx1g -javaagent:agent.jar", True),
+        ("JAVA_TOOL_OPTIONS", "-Xmx1g", False),
+        ("PYTEST_ADDOPTS", "-rA -p no:cacheprovider", False),
+        ("PYTEST_ADDOPTS", "-p own", True),
+        ("PIP_CONFIG_FILE", "/dev/null", False),
+        ("GIT_CONFIG_NOSYSTEM", "1", False),
+    ],
+)
+def test_relative_names_lead_to_the_agents(name, value, left_out):
+    assert Surroundings(("/app",)).leads(name, value) == left_out
+
+
+def test_tools_of_a_home_are_the_images():
+    found = Surroundings(("/root",), home="/root")
+    path = "/root/.local/bin:/root/tools:/usr/bin:/root/go/bin"
+    assert found.variables({"PATH": path})["PATH"].split(":")[:3] == [
+        *("/run/home/.local/bin", "/usr/bin", "/run/home/go/bin"),
+    ]
+
+
+def test_a_stepped_clock_hides_nothing(tmp_path):
+    """A file that was made before the clock of the machine was set forward is no older than the machine for it."""
+    (tmp_path / "shown").mkdir()
+    (tmp_path / "own").write_text("42")
+    (tmp_path / "shown/link").symlink_to(tmp_path / "own")
+    stepped = "import time; now = time.time; time.time = lambda: now() + 1e9\n"
+    script = stepped + elsewhere._LINKS + elsewhere._BRING
+    bounds = ("1", str(elsewhere.MAX_COPY_BYTES), str(elsewhere.MAX_COPY_FILES))
+    subprocess.run([sys.executable, "-c", script, *bounds, tmp_path / "shown"], check=True)
+    assert not (tmp_path / "shown/link").is_symlink()
+    assert os.path.samefile(tmp_path / "shown/link", tmp_path / "own")
