@@ -219,7 +219,7 @@ class FakeNetwork:
         self.join_fails = False
         self.closed = False
 
-    async def join(self, sandbox: FakeSandbox, names: Sequence[str]) -> None:
+    async def join(self, sandbox: FakeSandbox, names: Sequence[str], _networks: Sequence[str] = ()) -> None:
         await self.may_join.wait()
         await asyncio.sleep(0)
         if self.join_fails:
