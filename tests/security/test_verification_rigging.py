@@ -18,9 +18,11 @@ from atropos.tasks.errors import VerifierFailed
 from atropos.tasks.folder import load_task
 from atropos.tasks.prepare import TaskImages
 from tests.e2e.hermes_support import call, groups, make, running_policy, script
+from tests.e2e.test_tasks import no_server_is_awaited
 from tests.files import write_files
 from tests.security.conftest import LIMITS
 
+__all__ = ["no_server_is_awaited"]
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 TEST = """\
