@@ -127,7 +127,7 @@ async def _open_view(slot: Slot, task: Task, keep: Keep) -> Surroundings:
 async def _disarm(slot: Slot, found: Surroundings, read: _Reading) -> Surroundings:
     """Take away what tests would run, read or write of the agent's in the place of their own."""
     wishes = found.wishes
-    await remove_venvs(slot, [path for path in read.made if found.holds(path)])
+    await remove_venvs(slot, [path for path in read.venvs if found.holds(path)])
     take = partial(take_out, slot, found.folders, wishes.repositories, links=not wishes.links, clones=wishes.clones)
     if wishes.repositories and found.folders and await take():
         wishes = wishes.where_links_lead_out()
@@ -142,7 +142,7 @@ class _Reading:
     """What a task's texts and variables say of its view: the arguments of `Slot.view`, and what is wanted.
 
     Attributes:
-        made: virtual environments that tests make.
+        venvs: virtual environments that tests make.
         written: files that they write and nobody speaks of to the agent.
         rules: files of rules for make that they write.
     """
@@ -151,7 +151,7 @@ class _Reading:
     programs: tuple[str, ...]
     as_layer: bool
     wishes: Wishes
-    made: tuple[str, ...]
+    venvs: tuple[str, ...]
     written: tuple[str, ...]
     rules: tuple[str, ...]
 
@@ -159,14 +159,14 @@ class _Reading:
 def _read(task: Task, folders: Sequence[str]) -> _Reading:
     texts = read_texts(task)
     workdir = task.recipe.workdir
-    made, files = venvs_made(texts, workdir), written(texts.tests, workdir)
-    programs = (*made, *venvs_of_tests(texts, workdir), *program_folders(image_variables(task)))
+    venvs, files = venvs_made(texts, workdir), written(texts.tests, workdir)
+    programs = (*venvs, *venvs_of_tests(texts, workdir), *program_folders(image_variables(task)))
     return _Reading(
         optional=(PACKAGES, *named_folders(texts.whole)),
         programs=programs[:MAX_PROGRAM_FOLDERS],
         as_layer=renames_across(texts.tests, folders) or makes_links(texts.tests, folders),
         wishes=Wishes.of(texts),
-        made=made,
+        venvs=venvs,
         written=tuple(path for path in files if not is_spoken_of(path, workdir, texts.asked)),
         rules=() if RULES[0] in texts.whole else tuple(path for path in files if posixpath.basename(path) in RULES),
     )

@@ -28,22 +28,22 @@ YOUNG_S = 10
 _SCRIPT = r"""
 import os, sys, time, _signal as signal
 def listening():
-    found = set()
+    sockets = set()
     for name, column, states in (("tcp", 3, {"0A"}), ("tcp6", 3, {"0A"}), ("udp", 3, {"07"}), ("udp6", 3, {"07"})):
         try:
             for line in open(f"/proc/net/{name}").readlines()[1:]:
                 part = line.split()
                 if part[column] in states:
-                    found.add(f"socket:[{part[9]}]")
+                    sockets.add(f"socket:[{part[9]}]")
         except OSError:
             pass
     for line in open("/proc/net/unix").readlines()[1:]:
         part = line.split()
         if int(part[3], 16) & 0x10000:
-            found.add(f"socket:[{part[6]}]")
-    return found
+            sockets.add(f"socket:[{part[6]}]")
+    return sockets
 def processes():  # the parent of each, the first process of its session where that has a terminal, and when it started
-    found = {}
+    tree = {}
     for name in os.listdir("/proc"):
         if name.isdecimal():
             try:
@@ -51,8 +51,8 @@ def processes():  # the parent of each, the first process of its session where t
             except OSError:
                 continue
             if stat[0] not in "ZX":
-                found[int(name)] = int(stat[1]), int(stat[3]) if int(stat[4]) else None, int(stat[19])
-    return found
+                tree[int(name)] = int(stat[1]), int(stat[3]) if int(stat[4]) else None, int(stat[19])
+    return tree
 def holds(pid, sockets):
     try:
         return any(os.readlink(f"/proc/{pid}/fd/{fd}") in sockets for fd in os.listdir(f"/proc/{pid}/fd"))
@@ -65,17 +65,17 @@ def look():
         spared.add(pid)
         pid, *_ = tree[pid]
     if since is not None:
-        kept = {pid for pid, (*_, started) in tree.items() if started < since} - spared
+        survivors = {pid for pid, (*_, started) in tree.items() if started < since} - spared
     else:
-        kept = {pid for pid in tree if pid not in spared and holds(pid, sockets)}
-    while more := {pid for pid, (parent, *_) in tree.items() if parent in kept and pid not in kept}:
-        kept |= more
-    kept |= {tree[pid][1] for pid in kept} & set(tree) - spared  # when it ends, the terminal's programs are hung up
-    return tree, spared, kept
+        survivors = {pid for pid in tree if pid not in spared and holds(pid, sockets)}
+    while more := {pid for pid, (parent, *_) in tree.items() if parent in survivors and pid not in survivors}:
+        survivors |= more
+    survivors |= {tree[pid][1] for pid in survivors} & set(tree) - spared  # whose end would hang up a terminal
+    return tree, spared, survivors
 def may_listen_yet():  # what is younger than that age, but for the shell of a terminal
-    tree, spared, kept = look()
+    tree, spared, survivors = look()
     after = (float(open("/proc/uptime").read().split()[0]) - young) * os.sysconf("SC_CLK_TCK")
-    return any(tree[pid][2] > after and tree[pid][1] != pid for pid in set(tree) - spared - kept)
+    return any(tree[pid][2] > after and tree[pid][1] != pid for pid in set(tree) - spared - survivors)
 waits = sys.argv[2:] == ["wait"]
 young, since = float(sys.argv[1]), int(sys.argv[2]) if sys.argv[2:] and not waits else None
 deadline = time.monotonic() + young
@@ -87,9 +87,9 @@ try:
     os.kill(-1, signal.SIGSTOP)  # all but this one and PID 1: nothing forks or starts to listen while it is looked at
 except OSError:  # there is nothing else
     pass
-tree, spared, kept = look()
-ended = set(tree) - spared - kept
-for sent, those in ((signal.SIGKILL, ended), (signal.SIGCONT, kept)):
+tree, spared, survivors = look()
+ended = set(tree) - spared - survivors
+for sent, those in ((signal.SIGKILL, ended), (signal.SIGCONT, survivors)):
     for pid in those:
         try:
             os.kill(pid, sent)
@@ -97,7 +97,7 @@ for sent, those in ((signal.SIGKILL, ended), (signal.SIGCONT, kept)):
             pass
 while ended & set(processes()):  # the tests see none of it
     time.sleep(0.005)
-print(len(ended), len(kept))
+print(len(ended), len(survivors))
 """
 """For the Python that every slot has: many images have none, and the agent may replace one."""
 
