@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atropos.errors import ConfigError
-from atropos.sandbox.host.cdi_spec import Found, Spec, SpecDevice, SpecEdits, SpecHook, SpecMount, SpecNode, read_all
+from atropos.sandbox.host.cdi_spec import Listed, Spec, SpecDevice, SpecEdits, SpecHook, SpecMount, SpecNode, read_all
 from atropos.sandbox.host.files.root_changer import Bind
 
 ALL = "all"
@@ -59,7 +59,7 @@ def find(folders: Sequence[str], wanted: Sequence[str], count: int) -> list[Devi
         ConfigError: there are fewer, two are the same, or one of them wants what no slot can have.
     """
     kinds, problems = read_all(folders)
-    devices: list[Found] = []
+    devices: list[Listed] = []
     for name in wanted:
         kind, _, device = name.partition("=")
         of_kind = kinds.get(kind, {})
@@ -84,12 +84,12 @@ def find(folders: Sequence[str], wanted: Sequence[str], count: int) -> list[Devi
     return [_device(*each) for each in devices[:count]]
 
 
-def _name(found: Found) -> str:
+def _name(found: Listed) -> str:
     spec, device = found
     return f"{spec.kind}={device.name}"
 
 
-def _alone(found: Sequence[Found]) -> list[Found]:
+def _alone(found: Sequence[Listed]) -> list[Listed]:
     """Devices that are no part of another: second names of the same one go, and cards that are also there in parts."""
     single = [each for each in found if each[1].name != ALL] or found
     return [

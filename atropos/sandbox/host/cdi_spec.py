@@ -136,17 +136,17 @@ class Spec(_Object):
             raise ValueError(f"cdiVersion: {declared} has not all that it uses; at least {needed} is needed")
 
 
-Found = tuple[Spec, SpecDevice]
+Listed = tuple[Spec, SpecDevice]
 """A device, and the file that it is in."""
 
 
-def read_all(folders: Sequence[str]) -> tuple[dict[str, dict[str, Found]], list[str]]:
+def read_all(folders: Sequence[str]) -> tuple[dict[str, dict[str, Listed]], list[str]]:
     """Devices by kind and name, and what is wrong with files.
 
     Args:
         folders: a device in a later one comes before one of the same name in an earlier.
     """
-    kinds: dict[str, dict[str, Found]] = {}
+    kinds: dict[str, dict[str, Listed]] = {}
     problems: list[str] = []
     twice: set[tuple[str, str]] = set()
     for folder in folders:
