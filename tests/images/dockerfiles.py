@@ -182,6 +182,19 @@ WITH_BUILDKIT = {
     "ignored-parents": "FROM @BASE@\nCOPY . /all\nCOPY dir /d",
     "caches": "FROM @BASE@\nRUN --mount=type=cache,target=/srv,id=last echo 1 > /srv/a\n"
     "RUN --mount=type=cache,target=/tmp,id=last cat /tmp/a > /seen; ls /srv/app >> /seen",
+    "cache-settings": "FROM @BASE@\nRUN --mount=type=cache,target=/srv,id=own,mode=0750,uid=3 echo 1 > /srv/a\n"
+    "RUN --mount=type=cache,target=/tmp,id=own cat /tmp/a > /seen; true\n"
+    "RUN --mount=type=cache,target=/tmp,id=own,uid=3,mode=750 cat /tmp/a >> /seen; stat -c '%a %u' /tmp >> /seen\n",
+    "through-links": "FROM @BASE@ AS b\nRUN mkdir -p /s/d && echo x > /s/d/f\n"
+    "FROM @BASE@\nRUN mkdir /real && ln -s real /l && ln -s /real/deep /m && ln -s ../real/up /srv/n && ln -s /real/w /w\n"
+    "COPY a.txt /l/a\nCOPY dir /l/d\nCOPY a.txt /m/a\nCOPY --from=b /s/d /m/x\nCOPY --from=b /s/d/f /srv/n/\nADD tree.tar.gz /l/t/\n"
+    "WORKDIR /w/in\nRUN touch here\n",
+    "links-of-stages": "FROM @BASE@ AS b\nRUN mkdir -p /s/a/b && touch /s/a/b/f && ln -s a /s/l && ln -s b/f /s/a/k\n"
+    "FROM @BASE@\nCOPY --from=b /s/l /x\nCOPY --from=b /s/l/ /y/\nCOPY --from=b /s/a/k /z\nCOPY --from=b /s/* /all/\n",
+    "own-users": "FROM @BASE@\nRUN echo new:x:300:400::/nh:/bin/sh >> /etc/passwd; echo ng:x:400: >> /etc/group\nUSER new\nWORKDIR /nw\n"
+    "COPY --chown=new:ng a.txt a\nCOPY --chown=new b.txt b\nRUN id -u > /tmp/i; id -g >> /tmp/i; echo $HOME > /tmp/h\n",
+    "wide": "FROM @BASE@\nCOPY wide /w\nCOPY open.txt /o\nADD open.txt /r\nCOPY --chown=app wide open.txt /s/\n",
+    "odd-targets": "FROM @BASE@\nWORKDIR /w\nCOPY a.txt ./x/\nCOPY dir ./\nCOPY dir/. ./d2\nCOPY ./dir/sub/.. ./d3/\nCOPY a.txt a.txt /s/\nCOPY --chmod=0 a.txt /z\n",
     "numbers": "FROM @BASE@\nUSER 4242\nWORKDIR /made\nUSER 4242:7\nWORKDIR too\nUSER app:staff\nWORKDIR /by/app",
 }
 """Dockerfiles that BuildKit alone builds, or builds otherwise than the classic builder."""
