@@ -26,6 +26,14 @@ _AFTER_DRAIN_S = 5
 """Time for writing answers after the drain."""
 CONNECTIONS = 2000
 """That one holder of a token may have at once; a server has twice as many, so that nobody takes them all."""
+_DESCRIPTORS = 65_536
+
+
+def _allow_descriptors() -> None:
+    """Raise the limit of open files where it is a shell's, whose 1,024 are fewer than connections."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < _DESCRIPTORS:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (_DESCRIPTORS if hard < 0 else min(hard, _DESCRIPTORS), hard))
 
 
 class _Server(uvicorn.Server):
@@ -167,8 +175,7 @@ def run(
         admits=admits,
         most_each=CONNECTIONS,
     )
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a shell's 1,024 are fewer than connections
+    _allow_descriptors()
     server = _Server(_config(app, admission, upgraded, trusted_proxies), admission, drain, ready)
     try:
         asyncio.run(_serve(server, app, listening))

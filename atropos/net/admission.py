@@ -86,8 +86,8 @@ class Admission:
         tls: for every connection; None: plain HTTP.
         head_s: see `HEAD_S`.
         most: see `MAX_UNAUTHENTICATED`.
-        most_each: connections that one holder of tokens may have at once, and together whoever needs none, so that
-            nobody takes those of others; None: any number.
+        most_each: connections that one holder of tokens may have at once, so that nobody takes those of others; all who
+            need no token count as one holder. None: any number.
     """
 
     def __init__(
@@ -170,6 +170,9 @@ class Admission:
         """Close every unauthenticated connection."""
         for connection in list(self._waiting):
             connection.abort()
+
+
+_TOO_MANY = b'{"code":"full","message":"too many connections are open; close some"}'
 
 
 class _Unauthenticated(asyncio.Protocol):
@@ -260,7 +263,7 @@ class _Unauthenticated(asyncio.Protocol):
         assert transport is not None
         holder = self._admission.holder(request)
         if holder is not None and not self._admission.takes(holder, transport):
-            self._answer(429, b'{"code":"full","message":"too many connections are open with this token; close some"}')
+            self._answer(429, b"" if request.method == b"HEAD" else _TOO_MANY)
         elif holder is not None:
             self._forget()
             http = self._make_http()

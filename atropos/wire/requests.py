@@ -98,7 +98,7 @@ class ImageSettings(WireMessage):
 
 
 class HealthConfig(WireMessage):
-    """By what it is known that a container is healthy, as Docker's configurations say it; empty and 0: they don't."""
+    """An image's health check, as Docker's configurations have it; empty or 0: not set."""
 
     test: tuple[str, ...] = Field(default=(), description="CMD and words, CMD-SHELL and a line, or NONE")
     interval_s: float = 0
@@ -124,7 +124,7 @@ class ImageInfo(ImageSettings):
     onbuild: tuple[str, ...] = ()
     shell: tuple[str, ...] = Field(default=(), description="what RUN begins with; empty: /bin/sh -c")
     healthcheck: HealthConfig | None = None
-    volumes: tuple[str, ...] = Field(default=(), description="folders that a container of it finds made")
+    volumes: tuple[str, ...] = Field(default=(), description="folders that its containers have (VOLUME)")
 
 
 class Lease(WireMessage):

@@ -12,6 +12,7 @@ import pytest
 from atropos.config import ImageStoreSettings
 from atropos.errors import LeaseExpired, NotSupported, SandboxError, SlotLost
 from atropos.resources import Resources
+from atropos.sandbox.programs.gateway import OWN_ADDRESS
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.tasks import services, workspace
 from atropos.tasks.attempt import TaskRun
@@ -363,6 +364,29 @@ async def test_networks_keep_services_apart(pool, make):
         address = (await said(api, "getent hosts db")).split()[0]
         assert "No route to host" in await said(slot, f"echo x > /dev/tcp/{address}/80")
         assert await said(db, f"{ASK} http://api; getent hosts main") == "api"
+
+
+async def test_no_address_leads_to_a_service_apart(pool, make):
+    task = make(
+        f"""
+  main: {{build: ., networks: [front]}}
+  api: {{build: server, environment: {{NAME: api}}, networks: [front, back], {HEALTHY}}}
+  db: {{build: server, environment: {{NAME: db}}, networks: [back], {HEALTHY}}}
+networks: {{back: {{internal: true}}}}
+"""
+    )
+    hears = "import socket; s = socket.socket(2, 2); s.bind(('', 5555)); open('/heard', 'wb').write(s.recv(9))"
+    async with Started(pool, task) as slot:
+        _, api, db = slot.group
+        heard = await db.start(["python3", "-c", hears])
+        to = (await said(api, "getent hosts db")).split()[0]
+        await said(db, "until grep -q :15B3 /proc/net/udp; do sleep 0.05; done")
+        send = "import socket, sys; s = socket.socket(2, 2); s.bind((sys.argv[1], 0)); s.sendto(sys.argv[2].encode(), "
+        send += f"('{to}', 5555))"
+        await said(slot, f'python3 -c "{send}" {OWN_ADDRESS} main')
+        await said(api, f'python3 -c "{send}" 0.0.0.0 api')
+        assert await heard.wait(60) == 0
+        assert await said(db, "cat /heard") == "api"
 
 
 async def test_other_hosts_have_names(pool, make):

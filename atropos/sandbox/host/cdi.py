@@ -217,8 +217,22 @@ def _mounts_below(path: str) -> tuple[str, ...]:
     """Where something is mounted below a folder of this server's, from there."""
     top = f"{os.path.realpath(path).rstrip('/')}/"
     lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    points = (re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), line.split()[4]) for line in lines)
-    return tuple(sorted({point.removeprefix(top) for point in points if point.startswith(top)}))
+    mounts = [
+        (line.split()[0], re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), line.split()[4])) for line in lines
+    ]
+    return tuple(sorted({at.removeprefix(top) for number, at in mounts if at.startswith(top) and _is_seen(number, at)}))
+
+
+def _is_seen(mount: str, point: str) -> bool:
+    """Whether a mount of this number is what its point leads to: no later one hides it."""
+    try:
+        fd = os.open(point, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return f"mnt_id:\t{mount}\n" in Path(f"/proc/self/fdinfo/{fd}").read_text(encoding="ascii")
+    finally:
+        os.close(fd)
 
 
 def _read_hook(name: str, hook: SpecHook, links: list[tuple[str, str]], libraries: list[str]) -> None:

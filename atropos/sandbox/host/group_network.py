@@ -128,9 +128,9 @@ class GroupNetwork:
             + netlink.neighbour(index, socket.AF_INET, own, mac)
             + netlink.route(index, socket.AF_INET, own, 32, scope=netlink.LINK)
             + b"".join(
-                netlink.prohibit(socket.AF_INET, *pair, 32)
-                for other in (_packed(_FIRST + each) for each in apart)
-                for pair in ((own, other), (other, own))
+                netlink.prohibit(socket.AF_INET, f"slot{source}", _packed(_FIRST + to), 32)
+                for other in apart
+                for source, to in ((number, other), (other, number))
             )
         )
 

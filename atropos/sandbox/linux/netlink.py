@@ -23,7 +23,7 @@ _IFLA_INET6_ADDR_GEN_MODE, _ADDR_GEN_NONE = 8, b"\x01"
 _IFA_ADDRESS, _IFA_LOCAL, _IFA_F_NODAD = 1, 2, 0x02
 _NDA_DST, _NDA_LLADDR, _NUD_PERMANENT = 1, 2, 0x80
 _RTA_DST, _RTA_OIF, _RTA_GATEWAY, _BOOT = 1, 4, 5, 3
-_FRA_DST, _FRA_SRC, _FR_ACT_PROHIBIT = 1, 2, 8
+_FRA_DST, _FRA_IIFNAME, _FR_ACT_PROHIBIT = 1, 3, 8
 
 
 class LinkRequests:
@@ -107,10 +107,10 @@ def route(
     return _message(_NEWROUTE, head, where, through, _attribute(_RTA_OIF, struct.pack("=i", index)))
 
 
-def prohibit(family: int, source: bytes, to: bytes, bits: int) -> bytes:
-    """Refuse to pass packets on from one address to another."""
-    head = struct.pack("=BBBBBBBBI", family, bits, bits, 0, 0, 0, 0, _FR_ACT_PROHIBIT, 0)
-    return _message(_NEWRULE, head, _attribute(_FRA_DST, to), _attribute(_FRA_SRC, source))
+def prohibit(family: int, device: str, to: bytes, bits: int) -> bytes:
+    """Refuse to pass packets on that come in by a device, whatever their source says, to an address."""
+    head = struct.pack("=BBBBBBBBI", family, bits, 0, 0, 0, 0, 0, _FR_ACT_PROHIBIT, 0)
+    return _message(_NEWRULE, head, _attribute(_FRA_DST, to), _attribute(_FRA_IIFNAME, f"{device}\0".encode()))
 
 
 _NO_LINK_LOCAL = _attribute(

@@ -51,7 +51,8 @@ def _wrong_types(method: Callable[..., object], args: tuple[object, ...], kwargs
         annotation = signature.parameters[name].annotation
         with contextlib.suppress(NameError, TypeError, PydanticUserError):  # an annotation that can't be asked
             kind = eval(annotation, names) if isinstance(annotation, str) else annotation  # noqa: S307
-            if kind is inspect.Parameter.empty:
+            foreign = isinstance(value, Mapping) and not isinstance(value, dict)  # pydantic refuses os.environ
+            if kind is inspect.Parameter.empty or foreign:
                 continue
             try:
                 parsed = TypeAdapter(kind, config=_ANY_CLASS).validate_python(value, strict=True)

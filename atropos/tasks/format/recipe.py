@@ -34,7 +34,7 @@ class StepSettings:
         command: of a compose file: what it starts instead; empty: of the agent's own machine what waits, else `cmd`.
         shell: what the shell form of RUN, and of a health check, begins with.
         healthcheck: by what a container of it is known to be healthy.
-        volumes: of an image: folders that a container of it finds made.
+        volumes: of an image: folders that its containers have (VOLUME).
     """
 
     workdir: str = "/"

@@ -87,16 +87,17 @@ async def test_one_holder_leaves_room_for_others():
     server = await asyncio.get_running_loop().create_server(lambda: admission.connection(Open), "127.0.0.1", 0)
     held: dict[str, list[asyncio.StreamWriter]] = {}
 
-    async def enters(name: str) -> bool:
+    async def enters(name: str, method: str = "GET") -> bool:
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
         held.setdefault(name, []).append(writer)
-        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\n\r\n" % name.encode())
+        writer.write(f"{method} / HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {name}\r\n\r\n".encode())
         said = await asyncio.wait_for(reader.readline(), 20 * SLOWNESS)
         assert said == b"in\n" or said.startswith(b"HTTP/1.1 429 ")
         return said == b"in\n"
 
     try:
         assert [await enters(name) for name in ("a", "a", "a", "b")] == [True, True, False, True]
+        assert not await enters("a", "HEAD")
         held["a"][0].close()
         async with asyncio.timeout(20 * SLOWNESS):
             while not await enters("a"):  # noqa: ASYNC110

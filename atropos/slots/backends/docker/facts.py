@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 PODMAN_CDI = (5, 4)
-"""The Podman from which on its API takes names of CDI devices, in `PODMAN_CDI_FOLDERS`; it says nothing of them."""
+"""First version of Podman whose API takes names of CDI devices; it doesn't report its folders."""
 PODMAN_CDI_FOLDERS = frozenset(("/etc/cdi", "/var/run/cdi"))
 LIMITS = {"MemoryLimit": "memory", "PidsLimit": "processes"}
 """Limits of a container that an engine may lack, by their names in its `info`."""

@@ -80,7 +80,7 @@ class Filters:
     def look(self) -> None:
         """Look at them, and once more after a pause while they work."""
         read = self.progress()
-        work, ticks = (IDLE, 0) if read is None else self.at_work()
+        work, ticks = (IDLE, 0) if read is None else self.look_twice()
         moment = now()
         if ticks or read != self.read:
             self.active, self.read = moment, read
@@ -98,8 +98,8 @@ class Filters:
         self.timer = loop.later(moment + self.pause, self.look)
         self.pause = min(2 * self.pause, PAUSES_S[1])
 
-    def at_work(self) -> tuple[int, int]:
-        """As `at_work`, twice before nothing is: a shell may wait for a program that is gone when its turn comes."""
+    def look_twice(self) -> tuple[int, int]:
+        """`at_work`, asked again where it finds nothing: a shell may wait for a program that has just ended."""
         state = at_work(self.session, self.outputs, self.given)
         return at_work(self.session, self.outputs, self.given) if state[0] == IDLE else state
 
