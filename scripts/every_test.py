@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 
@@ -20,11 +21,17 @@ OTHERS = (
 
 
 def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("-m", dest="marks", default="")
+    chosen, arguments = parser.parse_known_args(arguments)
+    also = f" and ({chosen.marks})" if chosen.marks else ""
     modules = [path for path in (ROOT / "tests").rglob("test_*.py") if "mark.alone" in path.read_text()]
-    alone = run(["pytest", "-m", "alone", *(arguments or map(str, sorted(modules)))], dict(os.environ))
+    alone = run(
+        ["pytest", "-m", f"alone{also}", *(arguments or map(str, sorted(modules))), "-n", "0"], dict(os.environ)
+    )
     if alone not in {PASSED, FAILED, NONE}:
         return alone
-    others = run(["pytest", "-m", "not alone", *OTHERS, *arguments], dict(os.environ))
+    others = run(["pytest", "-m", f"not alone{also}", *OTHERS, *arguments], dict(os.environ))
     if alone == FAILED:
         print("tests that run alone have failed: see above", file=sys.stderr)
     return alone if others in {PASSED, NONE} and alone != NONE else others

@@ -99,7 +99,9 @@ def _gpus_of(request: Mapping[str, object], where: str) -> int:
     ids = request.get("device_ids")
     count = len(cast("list[object]", ids)) if isinstance(ids, list) else request.get("count")
     if not isinstance(count, int) or count < 1:
-        raise ConfigError(f"{where}: {count or 'all'}: a slot has as many as it asks for; write how many in count")
+        raise ConfigError(
+            f"{where}: {'all' if count is None else count}: a slot has as many as it asks for; write how many in count"
+        )
     return count
 
 

@@ -25,7 +25,8 @@ def with_compose(service: Service | None, wants: EnvironmentSection) -> Environm
     if service is None:
         return wants
     sizes = {"memory_mb": service.memory_mib, "cpus": service.cpus, "gpus": service.gpus}
-    changes: dict[str, object] = {name: size for name, size in sizes.items() if not getattr(wants, name)}
+    # gpus = 0 is what older schemas wrote into every task.toml
+    changes: dict[str, object] = {name: size for name, size in sizes.items() if size and not getattr(wants, name)}
     if service.offline:
         changes["network_mode"] = "no-network"
     if service.image is not None and wants.docker_image is None:

@@ -47,12 +47,12 @@ _LOADS = re.compile(
 _SYSTEM = ("/usr/", "/bin", "/sbin", "/lib")
 _FILE = re.compile(
     r"BASH_ENV|ENV|MAKEFILES|PYTHON(?:STARTUP|HOME|USERBASE)|\w*RC(?:FILE)?|CURL_HOME"
-    r"|\w+_CONF(?:IG(?:_FILE|_GLOBAL|_SYSTEM)?)?|\w+_(?:user|global|USER|GLOBAL)(?:config|CONFIG)"
+    r"|(?!NODE_CONFIG\Z)\w+_CONF(?:IG(?:_FILE|_GLOBAL|_SYSTEM)?)?|\w+_(?:user|global|USER|GLOBAL)(?:config|CONFIG)"
 )
 """Those of which the whole value is a path, and a relative one is looked for in the working folder."""
 _OPTION = re.compile(
     r"NODE_OPTIONS=.*?(?:--require|-r|--import|--(?:experimental-)?loader)[= ]\s*(?!/)"
-    r"|(?:PERL5|RUBY)OPT=.*?-I\s*(?!/)|PYTEST_ADDOPTS=.*?-(?:p\s*(?!no:)|c\s*(?!/))\w"
+    r"|(?:PERL5|RUBY)OPT=.*?-I\s*(?![/\s])|PYTEST_ADDOPTS=(?:.*\s)?-(?:p\s*(?!no:|\s)|c\s*(?![/\s]))\w"
     r"|_?J\w*_OPTIONS=.*?-(?:javaagent:|agentpath:|cp\s|classpath\s)\s*(?!/)",
     re.DOTALL,
 )

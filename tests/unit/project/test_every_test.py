@@ -33,7 +33,16 @@ def test_either_run_may_fail(every_test, monkeypatch, ends, code):
     monkeypatch.setattr(every_test, "run", run)
     assert every_test.main(["tests/unit"]) == code
     assert len(asked) == len(ends)
-    assert asked[0] == ["pytest", "-m", "alone", "tests/unit"]
+    assert asked[0] == ["pytest", "-m", "alone", "tests/unit", "-n", "0"]
+
+
+def test_a_choice_of_marks_is_kept_in_both_runs(every_test, monkeypatch):
+    asked = []
+    monkeypatch.setattr(every_test, "run", lambda argv, _env: asked.append(argv) or 0)
+    assert every_test.main(["-m", "slow or fast", "-n", "8"]) == 0
+    assert [argv[2] for argv in asked] == ["alone and (slow or fast)", "not alone and (slow or fast)"]
+    assert asked[0][-2:] == ["-n", "0"]
+    assert asked[1][-2:] == ["-n", "8"]
 
 
 def test_modules_of_alone_tests_are_found(every_test, monkeypatch):
@@ -41,7 +50,7 @@ def test_modules_of_alone_tests_are_found(every_test, monkeypatch):
     asked = []
     monkeypatch.setattr(every_test, "run", lambda argv, _env: asked.append(argv) or 0)
     assert every_test.main([]) == 0
-    named = {Path(each).name for each in asked[0][3:]}
+    named = {Path(each).name for each in asked[0][3:-2]}
     assert {"test_attack_programs.py", "test_neighbours_stay_quick.py", "test_limits.py"} <= named
     assert len(named) < 15
 
