@@ -79,9 +79,12 @@ class Plugin:
         request = await stream.recv_message()
         ids = [chr(request[at + 2]) for at in range(0, len(request), 3)]  # each of one character
         library = next((self.folder / "lib").glob("*.so.*"))
-        files = {f"/opt/gpu-test/lib/{library.name}": library, "/etc/cdi": self.folder / "cdi"} if self.files else {}
+        socket = self.folder / "socket"
+        files = {f"/opt/gpu-test/lib/{library.name}": library, "/etc/cdi": self.folder / "cdi", f"{socket}": socket}
         nodes = [f"gpu{number}" for number in ids] + ["gpuctl"]
-        parts = [field(2, field(1, at) + field(2, str(path)) + field(3, True)) for at, path in files.items()]
+        parts = [
+            field(2, field(1, at) + field(2, str(path)) + field(3, True)) for at, path in files.items() if self.files
+        ]
         parts += [
             field(3, field(1, f"/dev/test-{name}") + field(2, f"{self.folder}/dev/{name}") + field(3, "rw"))
             for name in nodes
