@@ -8,6 +8,7 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import httpx
 import pytest
@@ -95,8 +96,9 @@ async def test_builds_are_a_keys_own(tmp_path: Path):
 async def test_nobody_guesses_a_builds_name(tmp_path: Path):
     """Whoever knows what `atropos-build:KEY` was made of, and for whom, can name it as an image."""
     async with serving(tmp_path, {"alice": key(ALICE)}, acquire_s=20) as world:
-        await build(world, ALICE, "known", "date +%N > /stamp")
-        steps = [{"type": "RUN", "args": ["date +%N > /stamp"]}]
+        step = f"echo {uuid4()} > /stamp"  # builds of earlier runs are still on the host
+        await build(world, ALICE, "known", step)
+        steps = [{"type": "RUN", "args": [step]}]
         wanted = StartBuild.model_validate({"fromImage": "base", "steps": steps})
         same = task_of("known", wanted, None, SandboxStart(), tmp_path, None)
         carried_out: dict[str, int] = {}
