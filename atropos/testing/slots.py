@@ -407,7 +407,7 @@ async def test_groups_share_names_and_end(pool: SlotPool) -> None:
         for name, each in group.items():
             await each.start(["python3", "-c", ANSWERS], env={"NAME": name})
         for each in group.values():
-            command = 'until python3 -c "$ASKS" main db web 2> /dev/null; do sleep 0.1; done'
+            command = 'until out=$(python3 -c "$ASKS" main db web 2> /dev/null); do sleep 0.1; done; echo "$out"'
             answers = await each.exec(command, env={"ASKS": ASKS}, timeout_s=60)
             assert answers.output == "main\ndb\nweb\n", "each its own, on one port"
         address = (await slot.exec("getent hosts db")).output.split()[0]
@@ -432,7 +432,9 @@ async def test_networks_keep_slots_of_a_group_apart(pool: SlotPool) -> None:
             await each.start(["python3", "-c", ANSWERS], env={"NAME": name})
         addresses = [(await api.exec(f"getent hosts {name}")).output.split()[0] for name in ("main", "db")]
         for each, others in ((slot, ("main", "api")), (api, tuple(group)), (db, ("api", "db"))):
-            command = f'until python3 -c "$ASKS" {" ".join(others)} 2> /dev/null; do sleep 0.1; done'
+            command = (
+                f'until out=$(python3 -c "$ASKS" {" ".join(others)} 2> /dev/null); do sleep 0.1; done; echo "$out"'
+            )
             answers = await each.exec(command, env={"ASKS": ASKS}, timeout_s=60)
             assert answers.output.split() == [*others]
         for each, name, address in ((slot, "db", addresses[1]), (db, "main", addresses[0])):

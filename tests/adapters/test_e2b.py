@@ -53,9 +53,10 @@ def serving(*options: str) -> Iterator[Server]:
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:
             assert process.stderr is not None
-            ready = process.stderr.readline()
-            found = re.search(r"http://\S+", ready)
-            assert found, ready + process.stderr.read()
+            lines: list[str] = []
+            while (found := re.search(r"http://\S+", lines[-1] if lines else "")) is None:
+                lines.append(process.stderr.readline())  # after warnings, if there are any
+                assert lines[-1], "".join(lines)
             running = Server(found[0], process.pid)
             yield running
         finally:

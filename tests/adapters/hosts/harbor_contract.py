@@ -280,7 +280,11 @@ async def test_services_are_slots_beside_it(environment, tmp_path):
         "working_dir": "/pages",
         "command": ["sh", "-c", serving],
         "environment": {"WORD": "hello"},
-        "healthcheck": {"test": "exec 3<>/dev/tcp/localhost/80", "interval": "1s", "retries": 60},
+        "healthcheck": {
+            "test": ["CMD", "bash", "-c", "exec 3<>/dev/tcp/localhost/80"],
+            "interval": "1s",
+            "retries": 60,
+        },
     }
     main = {"build": ".", "depends_on": {"web": {"condition": "service_healthy"}}, "volumes": ["./given:/given:ro"]}
     files = {
