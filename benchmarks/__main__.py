@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -23,34 +25,30 @@ async def _compare(revision: str, context: Context) -> list[Row]:
     rows: list[Row] = []
     with against.checkout(revision) as older:
         checkouts = {"this checkout": against.HERE, revision: older}
-        try:
-            rows += await against.lives(checkouts, leases=context.n(40), rounds=context.n(10, least=3), say=context.say)
-        except (RuntimeError, TimeoutError) as error:
-            context.problems.append(f"against {revision}, leases: {error!r}")
+        cases: dict[str, Callable[..., Awaitable[list[Row]]]] = {}
+        cases["leases"] = partial(against.lives, leases=context.n(40), rounds=context.n(10, least=3))
         for parallel, containers in ((1, 1), (32, 1), (32, 2), (32, 4)):
-            try:
-                rows += await against.measure(
-                    checkouts,
-                    parallel=parallel,
-                    containers=containers,
-                    n=context.n(400 if parallel == 1 else 1600, least=parallel * 4),
-                    rounds=context.n(10, least=3),
-                    say=context.say,
-                )
-            except (RuntimeError, TimeoutError) as error:
-                context.problems.append(f"against {revision}, {parallel} trajectories over {containers}: {error!r}")
+            cases[f"{parallel} trajectories over {containers}"] = partial(
+                against.measure,
+                parallel=parallel,
+                containers=containers,
+                n=_calls(context, parallel),
+                rounds=context.n(10, least=3),
+            )
         for parallel in over_http.PARALLEL:
+            cases[f"{parallel} trajectories over HTTP"] = partial(
+                over_http.measure, parallel=parallel, n=_calls(context, parallel), rounds=context.n(12, least=8)
+            )
+        for name, measure in cases.items():
             try:
-                rows += await over_http.measure(
-                    checkouts,
-                    parallel=parallel,
-                    n=context.n(400 if parallel == 1 else 1600, least=parallel * 4),
-                    rounds=context.n(12, least=8),
-                    say=context.say,
-                )
+                rows += await measure(checkouts, say=context.say)
             except (RuntimeError, TimeoutError) as error:
-                context.problems.append(f"against {revision}, {parallel} trajectories over HTTP: {error!r}")
+                context.problems.append(f"against {revision}, {name}: {error!r}")
     return rows
+
+
+def _calls(context: Context, parallel: int) -> int:
+    return context.n(400 if parallel == 1 else 1600, least=parallel * 4)
 
 
 async def _measure(names: list[str], context: Context) -> list[Row]:

@@ -18,8 +18,7 @@ from rich.table import Table
 
 from .executor_server import ExecutorServer, executor_server
 from .ours import pss_bytes
-from .pull import _Images as Images
-from .pull import _registry as registry
+from .pull import Images, registry
 
 _MIB = 1 << 20
 _PULL_PROGRAMS = ("docker-registry", "skopeo")

@@ -39,8 +39,8 @@ async def pull(ctx: Context) -> AsyncIterator[Row]:
     if missing := [name for name in PROGRAMS if shutil.which(name) is None]:
         ctx.problems.append(f"pull: {', '.join(missing)} missing (apt-get install {' '.join(PROGRAMS)})")
         return
-    with tempfile.TemporaryDirectory(prefix="atropos-bench-pull-") as folder, _registry(Path(folder)) as host:
-        images = _Images(Path(folder), host)
+    with tempfile.TemporaryDirectory(prefix="atropos-bench-pull-") as folder, registry(Path(folder)) as host:
+        images = Images(Path(folder), host)
 
         def mib(full: int) -> int:
             return max(1, int(full * ctx.scale))
@@ -154,7 +154,7 @@ def _run(*command: str) -> str:
 # -------------------------------------------------------------------------------------------------------------- images
 
 
-class _Images:
+class Images:
     """Images made of this machine's own files, which are as large and as compressible as images' are."""
 
     def __init__(self, work: Path, host: str) -> None:
@@ -234,7 +234,7 @@ def _architecture() -> str:
 
 
 @contextlib.contextmanager
-def _registry(work: Path) -> Generator[str]:
+def registry(work: Path) -> Generator[str]:
     """A registry on loopback; its host and port."""
     config, log = work / "registry.yml", work / "registry.log"
     config.write_text(

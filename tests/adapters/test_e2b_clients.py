@@ -12,8 +12,8 @@ import pytest
 from e2b import Template
 
 from tests.adapters.peers import E2B_CLIENTS, HOSTS, needs, run
-from tests.adapters.test_e2b import TOKEN, Server, serving
-from tests.adapters.test_e2b_hosts import DOMAIN, tls_in_front
+from tests.adapters.test_e2b import TOKEN, Server
+from tests.adapters.test_e2b_hosts import DOMAIN, serving_hosts, tls_in_front
 
 pytestmark = needs("pytest", E2B_CLIENTS)
 INTERPRETER = """
@@ -45,9 +45,7 @@ with Sandbox.create(timeout=60, proxy=sys.argv[1]) as sandbox:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    settings = tmp_path_factory.mktemp("server") / "settings.toml"
-    settings.write_text(f'acquire_s = 60\ne2b_domain = "{DOMAIN}"')
-    with serving("--slots-per-container", "4", "--config", str(settings)) as running:
+    with serving_hosts(tmp_path_factory.mktemp("server")) as running:
         yield running
 
 

@@ -29,11 +29,18 @@ from tests.adapters.test_e2b import TOKEN, Server, serving
 DOMAIN = "sandboxes.test"
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    settings = tmp_path_factory.mktemp("server") / "settings.toml"
+@contextlib.contextmanager
+def serving_hosts(folder: Path) -> Iterator[Server]:
+    """A server that gives sandboxes hosts below `DOMAIN`."""
+    settings = folder / "settings.toml"
     settings.write_text(f'acquire_s = 60\ne2b_domain = "{DOMAIN}"')
     with serving("--slots-per-container", "4", "--config", str(settings)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving_hosts(tmp_path_factory.mktemp("server")) as running:
         yield running
 
 

@@ -174,14 +174,23 @@ async def test_tests_link_beside_a_server(pool, tmp_path):
         assert (await run.verify("view")).reward == 1
 
 
+PORT_OPENS = ": < /dev/tcp/127.0.0.1/8125"
+
+
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("mode", ["view", "shared"])
-async def test_a_starting_server_stays(pool, tmp_path, monkeypatch, mode):
+@pytest.mark.parametrize(
+    "asks",
+    [
+        pytest.param(
+            f"for i in $(seq 100); do ({PORT_OPENS}) 2>/dev/null && up=1 && break; sleep 0.1; done", id="often"
+        ),
+        pytest.param(f"{PORT_OPENS}; up=$((! $?))", id="once"),
+    ],
+)
+async def test_a_starting_server_is_reached(pool, tmp_path, monkeypatch, asks, mode):
     monkeypatch.setattr(services, "YOUNG_S", 10 * SLOWNESS)
-    test = """#!/bin/bash
-    for i in $(seq 100); do (: < /dev/tcp/127.0.0.1/8125) 2>/dev/null && up=1 && break; sleep 0.1; done
-    echo ${up:-0} > /logs/verifier/reward.txt
-    """
+    test = f"#!/bin/bash\n{asks}\necho ${{up:-0}} > /logs/verifier/reward.txt"
     async with working_on(pool, make_task(tmp_path, test=test, dockerfile=APP)) as run:
         await run.slot.exec("setsid sh -c 'sleep 1; exec python3 -m http.server 8125' >/dev/null 2>&1 &")
         assert (await run.verify(mode)).reward == 1
@@ -197,17 +206,6 @@ async def test_a_repository_is_cloned_in_a_view(pool, tmp_path, whose):
     async with working_on(pool, make_task(tmp_path, test=test, dockerfile=dockerfile)) as run:
         await run.slot.exec("true" if whose == "image" else makes)
         assert (await run.verify("view")).reward == 1
-
-
-@pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize("mode", ["view", "shared"])
-async def test_a_starting_server_is_awaited(pool, tmp_path, monkeypatch, mode):
-    """By tests that ask it once."""
-    monkeypatch.setattr(services, "YOUNG_S", 10 * SLOWNESS)
-    test = "#!/bin/bash\n: < /dev/tcp/127.0.0.1/8128; echo $((! $?)) > /logs/verifier/reward.txt"
-    async with working_on(pool, make_task(tmp_path, test=test, dockerfile=APP)) as run:
-        await run.slot.exec("setsid sh -c 'sleep 1; exec python3 -m http.server 8128' >/dev/null 2>&1 &")
-        assert (await run.verify(mode)).reward == 1
 
 
 @pytest.mark.asyncio(loop_scope="module")

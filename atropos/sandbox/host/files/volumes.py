@@ -41,6 +41,7 @@ _MEMORY_KEPT_MIB = 16
 _INODE_BYTES = 1880
 """Kernel memory of an empty file in a tmpfs below an overlay: 200,000 were seen to take 359 MiB."""
 _NOSUID_NODEV = syscalls.MS_NOSUID | syscalls.MS_NODEV
+_READONLY = _NOSUID_NODEV | syscalls.MS_RDONLY
 
 
 @dataclass(frozen=True)
@@ -240,12 +241,11 @@ def create(
         OSError: a mount failed; nothing is left mounted.
     """
     volume = blank(folder, limits, disk)
-    readonly = _NOSUID_NODEV | syscalls.MS_RDONLY
     try:
         volume.stack("root", [*base.layers, base.lower], _NOSUID_NODEV, volume.upper)
         for name, layers in base.host_folders.items():
-            volume.stack(f"host-{name}", [shared.empty_folder, *layers], readonly)
-        volume.stack("runtime", [shared.empty_folder, shared.runtime], readonly)
+            volume.stack(f"host-{name}", [shared.empty_folder, *layers], _READONLY)
+        volume.stack("runtime", [shared.empty_folder, shared.runtime], _READONLY)
         _mount_sys(volume, shared, cgroups, gateway=gateway)
         ptys = max(8, min(limits.pids, 64))
         options = f"newinstance,ptmxmode=0666,mode=620,max={ptys}"
@@ -261,15 +261,14 @@ def create(
 
 
 def _mount_sys(volume: Volume, shared: SharedFiles, cgroups: Sequence[tuple[str, str]], *, gateway: bool) -> None:
-    unbound = os.path.dirname(f"{volume.folder}/{SYS}")
+    top = os.path.dirname(SYS)
+    unbound = f"{volume.folder}/{top}"
     os.mkdir(unbound, 0o755)
     syscalls.mount(unbound, unbound, None, syscalls.MS_BIND)
     volume.mounts.append(unbound)
     syscalls.mount(None, unbound, None, syscalls.MS_UNBINDABLE)
-    readonly = _NOSUID_NODEV | syscalls.MS_RDONLY
-    volume.stack(SYS, [shared.sys_network if gateway else shared.empty_folder, shared.sys], readonly)
-    top = os.path.dirname(SYS)
-    volume.stack(f"{top}{SYSTEM}", [shared.empty_folder, shared.system], readonly)
+    volume.stack(SYS, [shared.sys_network if gateway else shared.empty_folder, shared.sys], _READONLY)
+    volume.stack(f"{top}{SYSTEM}", [shared.empty_folder, shared.system], _READONLY)
     for source, place in cgroups:
         target = f"{unbound}{CGROUP}{place}"
         syscalls.mount(source, target, None, syscalls.MS_BIND)  # it ends with what it is mounted in
