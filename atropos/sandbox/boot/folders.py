@@ -23,6 +23,7 @@ def needed_paths(bases: Sequence[str]) -> list[str]:
     paths = [sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, str(package), *sys.path]
     paths += [os.path.dirname(path) for path in (sys.executable, os.path.realpath(sys.executable))]
     paths += bases
+    # Both forms: a path is opened by one, and its links resolve to the other.
     both = [form for path in paths if path for form in (os.path.abspath(path), os.path.realpath(path))]
     return [path for path in dict.fromkeys(both) if os.path.exists(path)]
 
@@ -39,6 +40,7 @@ def expose(paths: list[str]) -> None:
         if top is not None:
             closed.setdefault(top, []).append(path)
     for top, members in closed.items():
+        # Opened before the folder is covered; O_PATH needs no right to read.
         opened = [(path, os.open(path, os.O_PATH | os.O_CLOEXEC)) for path in sorted(members)]
         syscalls.mount("atropos", top, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "mode=755,size=1m")
         done: list[str] = []
@@ -64,6 +66,7 @@ def map_ids(path: str, base: int, count: int) -> None:
         try:
             syscalls.unshare(syscalls.CLONE_NEWUSER)
             syscalls.die_with(parent)
+            # A namespace exists as long as a process is in it: this one waits until its descriptor has been opened.
             os.kill(os.getpid(), signal.SIGSTOP)
         finally:
             os._exit(0)
@@ -83,6 +86,7 @@ def map_ids(path: str, base: int, count: int) -> None:
 
 def _closed_ancestor(path: str) -> str | None:
     for ancestor in reversed(Path(path).parents):
+        # The right to pass through is what the others need; reading the folder is not.
         if not os.stat(ancestor).st_mode & stat.S_IXOTH:
             return str(ancestor)
     return None
@@ -94,6 +98,7 @@ def disk(owner: int, slot_group: int) -> str:
     try:
         os.makedirs(top, 0o755, exist_ok=True)
         status = os.lstat(top)
+        # /var/tmp is everyone's: another user may have made the name first.
         if not stat.S_ISDIR(status.st_mode) or status.st_uid not in (os.geteuid(), owner):
             raise IsolationUnavailable(f"files on disk: {top} is not a folder of this user's own")
         os.chown(top, owner, -1)  # so that the server can remove its own at the end
@@ -133,6 +138,7 @@ def image_folder(wanted: str | None, owner: int, *, one_user: bool = False) -> t
         os.makedirs(folder, 0o755, exist_ok=True)
         if os.geteuid() == 0:
             os.chown(folder, owner, owner)
+        # Folders within as well: a store that root has used before has some of root's.
         for part in (folder, *(entry.path for entry in os.scandir(folder) if entry.is_dir())):
             if not os.access(part, os.W_OK | os.X_OK):  # of an earlier user's, such as root
                 raise PermissionError(errno.EACCES, f"this user may not write to {part}")

@@ -38,6 +38,7 @@ def free_extents(uid_map: str) -> list[Extent]:
         if count := min(end - first, needed - have) if end > first else 0:
             extents.append((have, first, count))
     have = sum(count for *_, count in extents)
+    # Enough for the accounts of usual images; files of higher owners would be shown as nobody's.
     if have < 4096:
         raise IsolationUnavailable(
             f"this container maps only {sum(end - first for first, end in mapped)} user ids; {needed} from {ID_BASE} "
@@ -107,8 +108,11 @@ def enter_namespaces(write_maps: Callable[[int], None], before: Callable[[], Non
             before()
         unshare(syscalls.CLONE_NEWUSER | syscalls.CLONE_NEWNS)
         os.write(go_w, b"x")
+        # An empty read is success: the writer has closed its end without a word.
         message = os.read(answer_r, 4096)
     finally:
+        # Where the unshare failed, this lets the child read its end of file and go.
+        # Where the unshare failed, this lets the child read its end of file and go.
         os.close(go_w)
         os.close(answer_r)
         os.waitpid(writer, 0)

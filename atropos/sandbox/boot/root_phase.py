@@ -113,6 +113,7 @@ class RootPhaseSettings:
             ends, paths = data.get("die_with_parent", False), (data.get("base"), data.get("state_dir"), folder)
             slots = data.get("slots")
             plain = data.get("volume") != "disk" and data.get("largest_disk_mib") is None
+            # type(), not isinstance: True is an int, and what looks odd is checked by the second stage's library.
             plain = plain and type(ends) is bool and type(slots) is int and 0 < slots <= 1000
             plain = plain and all(path is None or type(path) is str for path in paths)
             if not plain or not all(type(part) is str for item in bases.items() for part in item):
@@ -133,8 +134,10 @@ def passed_on() -> tuple[str, Entered] | None:
     raw["cgroups"] = Cgroups(tuple(CgroupTree(**tree) for tree in trees), missing)
     entered = Entered(**raw)
     for fd in entered.images:
+        # Inherited through our own exec, but not by what the server starts.
         os.set_inheritable(fd, False)
     if entered.parent is not None:
+        # Once more: an exec of a program with other credentials may clear it, as may the change of ids (prctl(2)).
         syscalls.die_with(entered.parent)
     return text, entered
 
@@ -180,6 +183,7 @@ def enter(config: RootPhaseSettings) -> NoReturn:
                 f"base: {path} holds the server's own folder {scratch}; give a root file system in a folder of its own"
             )
     entered = (_as_root if root else _as_user)(config, scratch, parent)
+    # From here on no set-user-id program of the host can give privilege back.
     syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
     syscalls.keep_only(SERVER_CAPABILITIES)
     if parent is not None:
@@ -188,6 +192,7 @@ def enter(config: RootPhaseSettings) -> NoReturn:
 
 
 def _execute_again(config: RootPhaseSettings, entered: Entered) -> NoReturn:
+    # In memory: the token in it is never a file, an argument or a variable that others could read.
     fd = os.memfd_create("atropos-config", 0)
     with os.fdopen(os.dup(fd), "wb") as file:
         file.write(json.dumps((config.text, asdict(entered))).encode())
@@ -205,6 +210,7 @@ def _as_root(config: RootPhaseSettings, scratch: str, parent: int | None) -> Ent
     base, slot_ids = extents[0][1], sum(count for *_, count in extents) - 1 - namespaces.CREATORS
     # a uid of its own, so that no slot can use up what the kernel counts per user
     server = namespaces.outside(extents, slot_ids)
+    # Cgroups, disks and folders below are mounted in the server's own namespace, and end with it.
     _mount_own(scratch)
     cgroups = claim(f"{scratch}/cgroups", server, config.slots)
     disk = None if config.cells is None else folders.disk(server, base)
@@ -223,6 +229,7 @@ def _as_root(config: RootPhaseSettings, scratch: str, parent: int | None) -> Ent
         if os.path.isdir(path) and os.stat(path).st_uid == 0:
             folders.map_ids(path, base, slot_ids)
     own = f"{scratch}/server"
+    # The second stage mounts its own file system there: what root has mounted is locked for it (mount_namespaces(7)).
     os.mkdir(own, 0o755)
     namespaces.enter_namespaces(lambda pid: namespaces.write_maps(pid, extents), before=lambda: _become(server))
     return Entered(
@@ -246,6 +253,7 @@ def _mount_own(scratch: str) -> None:
     try:
         syscalls.unshare(syscalls.CLONE_NEWNS)
         syscalls.mount(None, "/", None, syscalls.MS_REC | syscalls.MS_PRIVATE)
+        # The kernel mounts a new proc in a user namespace only where nothing of the visible one is covered.
         if _proc_is_masked():
             syscalls.mount("proc", "/proc", "proc", syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC)
         syscalls.mount("atropos", scratch, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "mode=755,size=1m")
@@ -265,7 +273,9 @@ def _proc_is_masked() -> bool:
 
 def _become(uid: int) -> None:
     """Become an ordinary uid, keeping what the next step needs: some kernels refuse user namespaces to others."""
+    # Else the change of uid below clears all capabilities (capabilities(7)).
     syscalls.prctl(syscalls.PR_SET_KEEPCAPS, 1)
+    # While root: an ordinary user may not, and would keep root's groups.
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
@@ -296,6 +306,7 @@ def _as_user(config: RootPhaseSettings, scratch: str, parent: int | None) -> Ent
         )
     else:
         namespaces.unshare(syscalls.CLONE_NEWUSER | syscalls.CLONE_NEWNS)
+        # Without "deny" an unprivileged process may not write gid_map (user_namespaces(7)).
         for file, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
             Path("/proc/self", file).write_text(text, encoding="ascii")
     try:

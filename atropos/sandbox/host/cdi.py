@@ -63,6 +63,7 @@ def find(folders: Sequence[str], wanted: Sequence[str], count: int) -> list[Devi
     for name in wanted:
         kind, _, device = name.partition("=")
         of_kind = kinds.get(kind, {})
+        # A whole kind names what is here; a device named by itself has to be here, and is refused below if it isn't.
         if not device:
             devices += _alone([each for each in of_kind.values() if _present(each[1])])
         elif device in of_kind:
@@ -76,6 +77,7 @@ def find(folders: Sequence[str], wanted: Sequence[str], count: int) -> list[Devi
         )
     for number, one in enumerate(devices[:count]):
         for other in devices[:number]:
+            # Two leases would be given the same hardware, each as if it had it alone.
             if _is_part(one[1], other[1]) or _is_part(other[1], one[1]):
                 raise ConfigError(
                     f"gpu_devices: {_name(other)} and {_name(one)} are the same device, or one is a part of the other; "
@@ -91,6 +93,7 @@ def _name(found: Listed) -> str:
 
 def _alone(found: Sequence[Listed]) -> list[Listed]:
     """Devices that are no part of another: second names of the same one go, and cards that are also there in parts."""
+    # `all` contains every other device; beside single ones it would take the place of each of them.
     single = [each for each in found if each[1].name != ALL] or found
     return [
         (spec, device)
@@ -127,6 +130,7 @@ def _named_by_kernel(node: SpecNode) -> str | None:
     """The node of this number, which an engine would make where the specification wants it."""
     if not node.type or not node.major:
         return None
+    # sysfs lists devices by number and names their nodes (`DEVNAME` of uevent), also where /dev has other names.
     folder = Path("/sys/dev", "block" if node.type == "b" else "char", f"{node.major}:{node.minor}")
     try:
         named = re.search(r"^DEVNAME=(.+)$", (folder / "uevent").read_text(encoding="utf-8"), re.MULTILINE)
@@ -146,8 +150,11 @@ def _device(spec: Spec, device: SpecDevice) -> Device:
             raise ConfigError(f"gpus: {name} wants a network interface or Intel RDT, which no slot has")
         for hook in each.hooks:
             _read_hook(name, hook, links, libraries)
+    # A device's own edits come after those of its kind, as the specification orders them, and so replace them.
     by_target = {bind.target: bind for each in edits for bind in _binds(name, each)}
+    # Sorted, so that a folder is mounted before what lies in it.
     binds = [by_target[target] for target in sorted(by_target)]
+    # A read-only mount doesn't keep a program from connecting to a socket: it would talk to a daemon of the host.
     sockets = tuple(bind for bind in binds if not bind.device and _has_socket(bind.source))
     return Device(
         name,
@@ -164,6 +171,7 @@ def _binds(name: str, edits: SpecEdits) -> Iterator[Bind]:
         source = _source_of(node)
         yield _node(name, source, node.host_path or node.path, node.path)
         rights = node.permissions or "rw"
+        # An engine enforces permissions by device cgroups; a slot has only the node's mode (decision 24).
         if source is not None and ("r" not in rights or ("w" not in rights and os.stat(source).st_mode & 0o222)):
             raise ConfigError(
                 f"gpus: {name}: {node.path} has permissions {rights!r}, and its mode allows a slot more; leave "
@@ -175,6 +183,7 @@ def _binds(name: str, edits: SpecEdits) -> Iterator[Bind]:
 
 def _node(name: str, source: str | None, wanted: str, target: str) -> Bind:
     """A node that a slot's users may open as its owner may: MIG's are readable alone."""
+    # The type is asked of the file itself: what the specification says of it is what an engine would make.
     mode = 0 if source is None else os.stat(source).st_mode
     if source is None or not _is_device(mode):
         raise ConfigError(f"gpus: {name}: {wanted} is no device node of this machine")
@@ -196,6 +205,7 @@ def _mounted(name: str, mount: SpecMount) -> Iterator[Bind]:
     What can be written is left out, since all slots and the host would share it.
     """
     source = _source(mount.host_path, mount.container_path)
+    # Before the options are looked at: nodes are shared with the host anyhow, read-only or not.
     if source is not None and _is_device(os.stat(source).st_mode):
         yield _node(name, source, mount.host_path, mount.container_path)
     elif not {"ro", "rro"}.isdisjoint(mount.options):
@@ -215,10 +225,13 @@ def _has_socket(path: str) -> bool:
 
 def _mounts_below(path: str) -> tuple[str, ...]:
     """Where something is mounted below a folder of this server's, from there."""
+    # mountinfo has paths with all links followed.
     top = f"{os.path.realpath(path).rstrip('/')}/"
     lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     mounts = [
-        (line.split()[0], re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), line.split()[4])) for line in lines
+        # spaces, tabs, newlines and backslashes are octal numbers there (proc_pid_mountinfo(5))
+        (line.split()[0], re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), line.split()[4]))
+        for line in lines
     ]
     return tuple(sorted({at.removeprefix(top) for number, at in mounts if at.startswith(top) and _is_seen(number, at)}))
 
@@ -226,6 +239,7 @@ def _mounts_below(path: str) -> tuple[str, ...]:
 def _is_seen(mount: str, point: str) -> bool:
     """Whether a mount of this number is what its point leads to: no later one hides it."""
     try:
+        # O_PATH: looking must neither trigger an automount nor open a device.
         fd = os.open(point, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return False
@@ -237,8 +251,10 @@ def _is_seen(mount: str, point: str) -> bool:
 
 def _read_hook(name: str, hook: SpecHook, links: list[tuple[str, str]], libraries: list[str]) -> None:
     """What a hook would do: add its links and its folders of libraries."""
+    # The first argument is the program's own name, as in execve(2).
     arguments = list(hook.args[1:])
     values = [value for flag in ("link", "folder") for value in _values(arguments, flag)]
+    # Names of nvidia-ctk's subcommands; older and newer releases put them at different places of the command line.
     if "create-symlinks" in arguments:
         pairs = [re.fullmatch(r"(.+)::(/.+)", value) for value in values]
         links += [(pair[1], pair[2]) for pair in pairs if pair is not None]

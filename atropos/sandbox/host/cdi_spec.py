@@ -36,6 +36,7 @@ _Variable = Annotated[str, AfterValidator(_variable)]
 
 
 class _Object(BaseModel):
+    # forbid: an unknown field may be one that a device can't do without, and engines refuse it as well.
     model_config = ConfigDict(frozen=True, extra="forbid", alias_generator=to_camel, coerce_numbers_to_str=True)
 
     @model_validator(mode="before")
@@ -151,12 +152,14 @@ def read_all(folders: Sequence[str]) -> tuple[dict[str, dict[str, Listed]], list
     twice: set[tuple[str, str]] = set()
     for folder in folders:
         here: dict[str, str] = {}
+        # Not recursive, and these two suffixes alone, as engines read the folder.
         for path in sorted(Path(folder).glob("*")) if os.path.isdir(folder) else ():
             if path.suffix not in {".json", ".yaml"} or path.is_dir():
                 continue
             try:
                 spec = _read(path)
             except (OSError, ValueError) as error:
+                # One broken file of another vendor must not take away every other device.
                 problems.append(f"{path}: {error}")
                 continue
             for device in spec.devices:

@@ -102,12 +102,14 @@ class EgressSupervisor:
         Raises:
             IsolationUnavailable: what it needs isn't installed.
         """
+        # Not imported: the server itself never parses HTTP of a slot (decision 3), and would keep the module in memory.
         if find_spec("h11") is None:
             raise IsolationUnavailable("allow_network: the Python package h11 is missing (python3-h11)")
         self._spawn()
         self._tasks.spawn(self._keep_running(), "restarts")
 
     def _spawn(self) -> None:
+        # SEQPACKET keeps the borders of orders, and descriptors with the order that they belong to (unix(7)).
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         config = self._config
         settings = {"allow": list(config.egress_allow), "deny": list(config.egress_deny), "slots": config.slots}
@@ -116,6 +118,7 @@ class EgressSupervisor:
             sys.executable,
             "-m",
             "atropos.sandbox.programs.egress_proxy",
+            # So that it notices where this process ended before it could ask to end with it (`die_with`).
             str(os.getpid()),
             json.dumps(settings),
         ]
@@ -126,9 +129,11 @@ class EgressSupervisor:
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 cwd="/",
+                # Nothing else of the server's environment: the most attacked process shall have least to give away.
                 env={"PYTHONPATH": paths, "PATH": os.defpath, "PYTHONDONTWRITEBYTECODE": "1", **_trusted()},
                 user=self._uid,
                 group=self._uid,
+                # Without this it would keep the supplementary groups of the server.
                 extra_groups=None if self._uid is None else [],
             )
             undo.pop_all()
@@ -136,6 +141,10 @@ class EgressSupervisor:
         self._sock = ours
         asyncio.get_running_loop().add_reader(ours, self._read_confirmation, ours)
         for listener in self._listeners.values():
+            # The sockets outlived the proxy, with connections that waited in their backlog: no slot notices more than a
+            # delay.
+            # The sockets outlived the proxy, with the connections in their backlog: a slot notices a delay, and no
+            # more.
             self._send_listener(listener)
         for future in self._unconfirmed.values():  # the new proxy started with the latest settings
             if not future.done():
@@ -147,6 +156,7 @@ class EgressSupervisor:
             data = sock.recv(_ANSWER_BYTES)
         except OSError:
             data = b""
+        # It has ended. `_keep_running` waits for the process itself, and replaces it.
         if not data:
             asyncio.get_running_loop().remove_reader(sock)
             return
@@ -170,6 +180,7 @@ class EgressSupervisor:
             code = await asyncio.to_thread(process.wait)
             log.warning("the egress proxy ended (%d); it is restarted", code)
             self._close()
+            # Every attempt, not only the first, is paused: a proxy that fails at once must not take a CPU.
             while self._sock is None:
                 await asyncio.sleep(_RESTART_S)
                 try:
@@ -190,6 +201,8 @@ class EgressSupervisor:
 
     def _send(self, order: dict[str, object], listener: Listener | None = None) -> None:
         """Send an order after those before it, as soon as the proxy takes it; a new proxy gets all listeners anew."""
+        # Between two proxies; `_spawn` sends what holds then.
+        # Between two proxies; `_spawn` sends what holds then.
         if self._sock is None:
             return
         self._orders.append((json.dumps(order).encode(), listener))
@@ -205,13 +218,17 @@ class EgressSupervisor:
             try:
                 if listener is None:
                     self._sock.send(data)
+                # A slot that ended while its order waited has closed its sockets, and their numbers may be others' by
+                # now.
                 elif listener.number in self._listeners:
                     socket.send_fds(self._sock, [data], [sock.fileno() for sock in listener.socks])
             except BlockingIOError:
+                # Back to the front: a narrowing must never reach the proxy before the listener that it narrows.
                 self._orders.appendleft(order)
                 loop.add_writer(self._sock, self._flush)
                 return
             except OSError as error:
+                # EPIPE of a proxy that has ended: its successor gets all listeners anew.
                 log.info("the egress proxy did not take an order: %s", error)
 
     def add(self, socks: list[socket.socket]) -> int:
@@ -229,13 +246,16 @@ class EgressSupervisor:
             SandboxError: the proxy did not confirm it.
         """
         if hosts is not None:
+            # Parsed here first, so that a wrong entry is refused before anything of the slot has changed.
             Narrowed.to(self._policy, hosts)
         listener = self._listeners[number]
         if listener.hosts == hosts and listener.unconfirmed is None:
             return
+        # Before it is confirmed: a proxy that is started meanwhile must not open what was to be closed.
         listener.hosts = hosts
         serial = listener.unconfirmed = next(self._serials)
         await self._confirmed(serial, {"narrow": number, "hosts": hosts})
+        # A later change may be under way; it alone may say that all is confirmed.
         if listener.unconfirmed == serial:
             listener.unconfirmed = None
 
@@ -254,6 +274,7 @@ class EgressSupervisor:
         done = await self._confirmed(next(self._serials), {"entrust": number, "secrets": listener.secrets})
         if "refused" in done:
             raise NotSupported(f"secrets: tls needs OpenSSL 3.0 or later where slots run: {done['refused']}")
+        # Its successor has the secrets but has made another authority, which the slot does not know.
         if "authority" not in done:
             raise SandboxError("the egress proxy was replaced while it was given a slot's secrets")
         listener.authority = cast("str | None", done["authority"])
@@ -287,6 +308,7 @@ class EgressSupervisor:
 
     def drop(self, number: int) -> asyncio.Future[int]:
         """Stop serving a slot and cut its connections; how many bytes they moved, as soon as the proxy has said so."""
+        # Closed here as well as in the proxy: a socket listens as long as anyone has it open.
         for sock in self._listeners.pop(number).socks:
             sock.close()
         moved = self._counting[number] = asyncio.get_running_loop().create_future()

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from atropos.sandbox.host.cdi import Device
 
 _LIBRARIES = "/etc/ld.so.conf.d/00-atropos-gpus.conf"
+# POSIX sh, which every base has. -n: a link to a folder is replaced, not followed.
 _LINK = 'mkdir -p "${2%/*}"; [ "$(readlink "$2")" = "$1" ] || [ ! -w "${2%/*}" ] || ln -sfn "$1" "$2"'
 _CACHE = (
     f'mkdir -p /etc/ld.so.conf.d; printf "%s\\n" "$@" > {_LIBRARIES}; '
@@ -44,6 +45,7 @@ class SlotGpus:
         Raises:
             OSError: it could not be done; the slot must be stopped.
         """
+        # Devices of one kind share files; each is mounted once.
         binds = {bind.target: bind for device in self._devices for bind in device.binds}
         in_dev = [link for link in self._links if _in_dev(link[1])]
         self._made = await roots.bind(slot, [binds[target] for target in sorted(binds)], in_dev)
@@ -64,8 +66,10 @@ class SlotGpus:
         Args:
             upper: the upper folder of the slot's root, which may become a snapshot.
         """
+        # A descriptor in a message that nobody received keeps its device open until the kernel collects it.
         sockets.collect_garbage()
         mount_points, self._made = self._made, []
+        # Deepest first: a folder can be removed once it is empty.
         for path in reversed(mount_points):
             if _in_dev(path):
                 continue
@@ -73,6 +77,8 @@ class SlotGpus:
             with contextlib.ExitStack() as opened, contextlib.suppress(OSError):
                 for part in stack.find([upper], folder, opened).parts:
                     status = os.stat(name, dir_fd=part.fd, follow_symlinks=False)
+                    # Only what is still as it was made: empty files and folders. What a program put there is the
+                    # slot's.
                     if stat.S_ISDIR(status.st_mode):
                         os.rmdir(name, dir_fd=part.fd)
                     elif stat.S_ISREG(status.st_mode) and not status.st_size:

@@ -27,6 +27,7 @@ PREFIX = "172.31.240."
 _INDEX = 1000
 """Of the device in a slot, and of the first one's other end: after those that the kernel has in every namespace."""
 _ROUTER, _FIRST, _BITS = 1, 10, 24
+# Bit 1 of the first byte marks an address as locally administered (IEEE 802).
 _OWN_MAC, _FAR_MAC = b"\x02atrp", b"\x02atrq"
 """Of the devices in slots, and of their other ends, without the number of the slot."""
 
@@ -105,18 +106,24 @@ class GroupNetwork:
 
         `apart` are the numbers of those that it is not to reach.
         """
+        # Made with the first member: most leases never have a group.
         if self._namespace < 0:
             syscalls.unshare(syscalls.CLONE_NEWNET)
             tell_kernel("/proc/sys/net/ipv4/ip_forward", "1")
+            # The descriptor alone keeps the namespace alive once this thread has left it; no process is in it.
             self._namespace = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
         syscalls.setns(self._namespace, syscalls.CLONE_NEWNET)
+        # A netlink socket stays in the namespace in which it was made, so that one thread can speak to both.
         far = netlink.LinkRequests()
         syscalls.setns(namespace, syscalls.CLONE_NEWNET)
         index, own, router = _INDEX + number, _packed(_FIRST + number), _packed(_ROUTER)
         mac, far_mac = _OWN_MAC + bytes([number]), _FAR_MAC + bytes([number])
         netlink.LinkRequests().change(
+            # One request makes both ends, each in its namespace: neither is ever in the server's own.
             netlink.veth(_INDEX, DEVICE, mac, (index, f"slot{number}", far_mac), self._namespace)
             + netlink.up(_INDEX)
+            # /32: slots reach each other through the router alone. Neighbours are fixed, since learned ones count
+            # towards a bound of the host.
             + netlink.address(_INDEX, socket.AF_INET, own, 32)
             + netlink.neighbour(_INDEX, socket.AF_INET, router, far_mac)
             + netlink.route(_INDEX, socket.AF_INET, router, 32, scope=netlink.LINK)
@@ -130,6 +137,7 @@ class GroupNetwork:
             + b"".join(
                 netlink.prohibit(socket.AF_INET, f"slot{source}", _packed(_FIRST + to), 32)
                 for other in apart
+                # Both directions: one alone would still let datagrams through the other way.
                 for source, to in ((number, other), (other, number))
             )
         )

@@ -89,6 +89,7 @@ class HostState:
         self.ceilings = f"{self.scratch}/ceilings"
         self.bwrap = shutil.which("bwrap") or ""
         self.cells = DiskCells(config, entered)
+        # Cells are given back by whoever frees the volume: before its files are gone, none may be used again.
         self.disposer = volumes.Disposer(self.cells.release)
         first = entered.slot_ids + 1  # after the server's own
         creators = list(range(first, first + entered.creators))
@@ -97,6 +98,7 @@ class HostState:
         self.egress = egress_supervisor.EgressSupervisor(config, proxy) if config.allow_network else None
         self._creators = itertools.cycle(creators)  # in turn, so that each is reused as late as possible
         try:
+            # Made by a process of its own meanwhile, and needed from here on.
             self._seccomp, over_host, self.gateway = prestarted.shared()
             self._make_files()
             self._prepare_bases(over_host)
@@ -114,6 +116,7 @@ class HostState:
         sysfs.build(self.files.sys, [name for tree in trees if tree.version == 1 for name in tree.controllers])
         sysfs.build_network(self.files.sys_network)
         for path in (self.files.empty_file, self.files.empty_folder):
+            # They are mounted into every slot: a writable one would be a way from one slot to another.
             syscalls.bind_read_only(path)
 
     def _prepare_bases(self, over_host: skeleton.Base | None) -> None:
@@ -172,6 +175,8 @@ class HostState:
     def threads(self, limits: SlotLimits) -> dict[str, str]:
         """Variables that limit the threads of libraries to a slot's share of the CPUs."""
         cores = len(os.sched_getaffinity(0))
+        # Libraries count the machine's cores and know no cgroup quota: without bounds, each slot would start a thread
+        # per core for every matrix product.
         quota = limits.cpu_quota
         threads = str(max(1, min(cores, round(quota) if quota is not None else cores // self.config.slots)))
         return dict.fromkeys(_THREADS, threads)

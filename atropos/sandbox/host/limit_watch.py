@@ -36,6 +36,7 @@ class LimitWatch:
         self._volume = volume
         self.viewed: LimitWatch | None = None
         """Of the slot that this one is a view of."""
+        # The cgroup may have served an earlier slot (decision 14), so that only differences mean anything.
         self._first = cgroup.counts()
         self._idle: Counts | None = None
         """The counts while nothing runs in the slot that could change them, so that a call need not read them."""
@@ -54,9 +55,11 @@ class LimitWatch:
     def record_start(self, call_id: str, operation: Operation) -> None:
         """Record the start of an operation, before it is handed to PID 1."""
         if operation.op == "exec":
+            # Read before PID 1 knows of the command: a program may be killed before this process runs again.
             self._before[call_id] = self._idle or self._cgroup.counts()
             self._commands[call_id] = False
             if len(self._commands) > 1:
+                # Not only the new one: the kernel's counts can't be told apart for any of them.
                 self._commands = dict.fromkeys(self._commands, True)
         elif operation.op == "proc_start":
             self._before[call_id] = self._cgroup.counts()
@@ -108,19 +111,23 @@ class LimitWatch:
         if alone:
             self._idle = after
         refused = limit == "pids" and not alone
+        # PID 1 has named what ended it, which is more certain than counts of the whole slot.
         if result.timed_out or result.cancelled or (result.limit is not None and result.limit != "output"):
             return result, refused
         code = result.exit_code
+        # Others ran beside it: the limit was theirs where this one succeeded or was not killed.
         if self._commands.get(call_id) and (code == 0 or (limit == "memory" and code not in _KILLED)):
             limit = None
         if call_id in self._cut and code == -signal.SIGKILL:
             limit = "files"
+        # A full volume has no counter: it is asked for where a command failed without another reason.
         if limit is None and code != 0:
             limit = volumes.exhausted(self._volume)
         return result if limit is None else result.model_copy(update={"limit": limit}), refused
 
     def _record_background(self, ident: str, before: Counts) -> None:
         self._background[ident] = before
+        # PID 1 keeps no more, so that nobody will ask for the oldest again.
         while len(self._background) > _MAX_BACKGROUND:
             del self._background[next(iter(self._background))]
 
@@ -130,6 +137,7 @@ class LimitWatch:
             return state
         if isinstance(known, dict):
             limits = self._exceeded(known, self._cgroup.counts())
+            # Kept: counts go on after its end, and a later read must not name another program's limit.
             known = self._background[state.id] = next(iter(limits), None) if state.exit_code in _KILLED else None
         return state.model_copy(update={"limit": known})
 
@@ -142,6 +150,7 @@ class LimitWatch:
         limits: set[Limit] = {*self._exceeded(self._first, self._cgroup.counts())}
         if full := volumes.exhausted(self._volume):
             limits.add(full)
+        # Tests in a view talk to servers in the slot: what these lack, the tests lack.
         return limits if self.viewed is None else limits | self.viewed.reached()
 
     def _exceeded(self, before: Counts, after: Counts) -> Collection[Limit]:
@@ -163,9 +172,11 @@ class LimitWatch:
         used = sockets.used(pid)
         if used <= self._most_sockets:
             self._closing = 0
+        # Killed programs' sockets close one by one (TCP's in FIN_WAIT among them): falling is good enough for a while.
         elif used <= self._closing and now < self._closing_until:
             self._closing = used
         else:
+            # maxsize: the next check accepts any number, as the kill may not have begun yet.
             self._closing, self._closing_until = sys.maxsize, now + CLOSING_S
             return True
         return False

@@ -264,6 +264,7 @@ async def run(host: HostState, start: Start) -> list[Feature]:
     async with Tasks("probe") as tasks:
         if host.egress is None:
             return await _properties(host, start)
+        # Beside the other properties: a server listens only after both.
         egress = tasks.spawn(_egress(start, gateway=gateway), "egress", awaited=True)
         features = await _properties(host, start)
         passed, detail = await egress
@@ -281,10 +282,13 @@ async def _properties(host: HostState, start: Start) -> list[Feature]:
         checks["cpu_weight"] = ("cpu" in cgroups.controllers, cgroups.missing.get("cpu", ""))
         if not host.counts_pids and checks["pids_limit"][0]:
             checks["pids_limit"] = (False, "processes are bounded, but a fork bomb's stay and fill the slot")
+        # After everything else has tried to break the slot: what follows shows that it still works.
         checks["files"] = await _files(sandbox)
         checks["sessions"] = await _sessions(sandbox)
         checks["forks"] = await _forks(sandbox)
     finally:
+        # The throw-away sandbox ends as leases do, so that its end proves the reset.
+        # As a lease's sandbox ends, so that its end proves the reset.
         stopped = await sandbox.stop()
     checks["reset"] = (stopped.clean, stopped.detail)
     features = [_feature(name, passed, detail) for name, (passed, detail) in checks.items()]
@@ -311,6 +315,7 @@ async def _inside(sandbox: SlotSandbox, names: set[str]) -> dict[str, tuple[bool
     result = await sandbox.run("probe-inside", Exec(command=(*SLOT_PYTHON, "-c", code), timeout_s=60))
     try:
         output = result.output if isinstance(result, CommandResult) else b""
+        # The last line: a loader or a sanitizer of the base may print before it.
         answers: dict[str, tuple[object, object]] = json.loads(output.splitlines()[-1])
     except (ValueError, IndexError):
         raise SandboxError(f"the start-up probe failed inside its sandbox: {_shown(result)}") from None
@@ -341,6 +346,7 @@ async def _egress(start: Start, *, gateway: bool) -> tuple[bool, str]:
 async def _memory(sandbox: SlotSandbox, cgroups: Cgroups) -> tuple[bool, str]:
     if "memory" not in cgroups.controllers:
         return False, cgroups.missing["memory"]
+    # Twice the limit, and written to: pages that are only reserved don't count.
     hog = (*SLOT_PYTHON, "-c", "x = b'x' * (64 << 20)")
     result = await sandbox.run("probe-memory", Exec(command=hog, timeout_s=60))
     named = isinstance(result, CommandResult) and result.limit == "memory" and result.exit_code == -9

@@ -36,6 +36,7 @@ class ProtocolViolation(Exception):
 
 
 def _encoded(number: int, op: str, arguments: dict[str, object]) -> bytes:
+    # marshal only towards the runner, which is a fork of the same Python: loading untrusted marshal data can crash.
     body = marshal.dumps((number, op, arguments))
     return len(body).to_bytes(4, "little") + body
 
@@ -55,6 +56,8 @@ class RunnerLink:
         self._loop = asyncio.get_running_loop()
         self._on_broken = on_broken
         self._output_bytes = output_bytes
+        # The largest of a read file, a command's three outputs and a background process's buffer; 200: the note of what
+        # was dropped.
         self._max_frame = max(MAX_FILE_BYTES, 3 * (output_bytes + 200), 4_100_000) + _MAX_HEADER
         self._buffer = bytearray()
         self._queue: list[tuple[memoryview, int]] = []
@@ -118,6 +121,7 @@ class RunnerLink:
         if answer is None or self.closed:
             return
         if forget:
+            # The entry stays: an answer to a number that is not open would break the protocol.
             self._open[number] = (answer, None)
         self._send(number, "cancel", {})
 
@@ -125,7 +129,9 @@ class RunnerLink:
         """End the channel; open calls get `error`."""
         if self.closed:
             return
+        # First: callbacks below may call back into this object.
         self.closed = True
+        # Before the socket is closed: its number may be another file's at once.
         self._loop.remove_reader(self._fd)
         self._loop.remove_writer(self._fd)
         self._sock.close()
@@ -147,6 +153,7 @@ class RunnerLink:
         if self.closed:
             return
         frame = memoryview(_encoded(number, op, arguments))
+        # Written at once where nothing waits, without a round of the event loop.
         if not self._queue:
             try:
                 sent = self._write(frame, descriptor)
@@ -158,8 +165,10 @@ class RunnerLink:
             if sent == len(frame):
                 return
             if sent:
+                # Descriptors travel with the first byte (unix(7)); sent again they would arrive twice.
                 frame, descriptor = frame[sent:], -1
             self._loop.add_writer(self._fd, self._writable)
+        # A copy: the caller closes its own as soon as `call` returns.
         self._queue.append((frame, os.dup(descriptor) if descriptor >= 0 else -1))
         self._queued += len(frame)
         if self._queued > _MAX_QUEUED:
@@ -189,6 +198,7 @@ class RunnerLink:
         try:
             return socket.send_fds(self._sock, [frame], [descriptor])
         except OSError as error:
+            # The bound is RLIMIT_NOFILE, over all sockets of a user (unix(7)): other slots' transfers count as well.
             if error.errno != errno.ETOOMANYREFS:
                 raise
             raise SandboxError("the kernel's bound on descriptors in flight of this user is reached; not run") from None
@@ -213,6 +223,7 @@ class RunnerLink:
 
     def _feed(self, data: bytes) -> None:
         buffer = self._buffer
+        # The usual case, one whole frame in one read, without copies through the buffer.
         if not buffer and len(data) >= 8 and len(data) == 4 + int.from_bytes(data[:4], "little"):
             self._receive(data[4:])
             return
@@ -221,6 +232,7 @@ class RunnerLink:
             size = int.from_bytes(buffer[:4], "little")
             if size > self._max_frame or size < 4:
                 raise ProtocolViolation(f"a frame of {size} bytes")
+            # Checked before the body arrives: nobody asked, so nothing of it is worth buffering.
             if not self._open and self.ready.done():
                 raise ProtocolViolation("a frame while no call is open")
             if len(buffer) < 4 + size:
@@ -236,11 +248,13 @@ class RunnerLink:
         try:
             header = from_json(frame[4 : 4 + length])
             number, fields, blobs = header["id"], header["r"], header["b"]
+            # Only believed to save work: a lie makes the slot's own limits less exact, nobody else's.
             self._alone = header.get("alone") is True
             at = 4 + length
             for name, size in blobs:
                 if name not in _BLOBS or size < 0 or at + size > len(frame):
                     raise ProtocolViolation("a blob outside its frame")
+                # Blobs travel beside the JSON, since bytes in it would have to be escaped.
                 fields[name] = frame[at : at + size]
                 at += size
         except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -260,6 +274,7 @@ class RunnerLink:
             result = OP_RESULT.validate_python(fields)
         except ValidationError as error:
             raise ProtocolViolation(f"an invalid result ({error.error_count()} errors)") from None
+        # A slot that answers a read with a command's result would be read by code that expects another type.
         if result.kind not in (answer, "op_error"):
             raise ProtocolViolation(f"a {result.kind} in the place of {answer}")
         if result.kind == "exec_result" and len(result.output) > self._output_bytes + 200:

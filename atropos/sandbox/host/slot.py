@@ -78,6 +78,7 @@ class SlotSandbox:
         self.limits = limits
         self.volume = volume
         self.cgroup = cgroup
+        # A future and no event: several parts await it, and the reason comes with it.
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.host_pid: int | None = None
         """PID 1 of the slot, as the server sees it."""
@@ -130,6 +131,7 @@ class SlotSandbox:
         if isinstance(operation, StartOperation) and self._image is not None:
             arguments["workdir"] = arguments["workdir"] or self._image.workdir or "/"
             arguments["user"] = arguments["user"] or self._image.user
+            # From the weakest to the strongest: the image's root user, the image, the call.
             below = self._root
             if arguments["user"]:  # the runner knows its home
                 below = {name: value for name, value in below.items() if name != "HOME"}
@@ -191,6 +193,7 @@ class SlotSandbox:
         try:
             return await future
         except asyncio.CancelledError:
+            # Its answer would otherwise be kept for a caller that is gone.
             self.forget(call_id)
             raise
 
@@ -210,6 +213,7 @@ class SlotSandbox:
         Raises:
             SandboxError: it could not be started; `stop` cleans up.
         """
+        # A file and no pipe: bubblewrap's words outlive it, and nobody has to read while it starts.
         errors = memory_files.bounded("errors", ERRORS_BYTES)
         try:
             async with asyncio.timeout(START_DEADLINE_S):
@@ -228,6 +232,7 @@ class SlotSandbox:
 
     async def _spawn(self, base: skeleton.Base, errors: int) -> int:
         """Have PID 1 forked, with our end of its socket for the calls; its pid, once the slot has a network."""
+        # Two pairs: the stream is the runner's for life; the other one carries the namespace's descriptors once.
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._calls.channel = RunnerLink(ours, output_bytes=self.limits.output_bytes, on_broken=self._fail)
         near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -238,9 +243,13 @@ class SlotSandbox:
             joins = [self.network.namespace] if self._joined else []
             fds = [theirs.fileno(), errors, far.fileno(), *joins]
             self._started, self._ended = await self._host.spawner.start(request, fds)
+            # Shielded: a start that is cancelled here may still have made a process, which `_end_processes` waits for.
             self.host_pid = pid = await asyncio.shield(self._started)
+            # From here on the process is named by descriptor: its number may be used again once the spawner has reaped
+            # it.
             self._init_fd = pidfd_of(pid)
             if not self._joined:
+                # Else `near` would not see the end of file where PID 1 dies before it has sent the network.
                 far.close()
                 await self.network.open(near)
         self._ended.add_done_callback(lambda _: self._fail("its PID 1 ended"))
@@ -249,14 +258,17 @@ class SlotSandbox:
     def resize(self, limits: SlotLimits) -> None:
         """Change the limits; see `contract.Sandbox.resize`."""
         host = self._host
+        # Without a cgroup, RLIMIT_NPROC bounds them, which was fixed when the slot started.
         if limits.pids > host.config.limits.pids and not host.counts_pids:
             raise NotSupported("limits.pids: this host has no pids controller, so that slots can't be given more")
+        # Limits of a running program would change under it, and its result would name the wrong ones.
         if self._calls:
             raise SandboxError(f"slot {self.name} is in use: its limits can't change")
         if self._calls.channel is None or self.died.done():
             raise SlotLost(f"slot {self.name} is gone: {self._why()}")
         try:
             self.cgroup.change(limits, slot_cgroup.ceiling(limits, host.config.slots))
+            # After the cgroup: on a tmpfs, files are memory, which must be allowed before there is room for them.
             volumes.resize(self.volume, limits)
         except OSError as error:
             raise SandboxError(f"slot {self.name}: its limits could not be set: {error}") from error
@@ -268,6 +280,7 @@ class SlotSandbox:
         """Keep what is written on disk; see `contract.Sandbox.move_to_disk`."""
         there = beside.volume.disk if isinstance(beside, SlotSandbox) else None
         unique = os.path.basename(self.volume.folder)
+        # What the warm sandbox has in memory stays there, empty: `change_root` then takes the folders on disk.
         self.volume.disk = await self._host.cells.acquire(unique, self.limits.disk_mib, beside=there)
         try:
             volumes.make_folders(self.volume)
@@ -278,6 +291,7 @@ class SlotSandbox:
         self, layers: Sequence[SnapshotLayer], base: str | None = None, *, view: views.View | None = None
     ) -> None:
         """Change the root, and mount a view's folders in it; see `contract.Sandbox.change_root`."""
+        # A root changes once, before anything is written: the volume has upper folders for two (`Volume.upper`).
         if self._calls or self.volume.restacked:
             raise SandboxError(f"slot {self.name} is in use: its root can't change")
         first_process = self.first_process
@@ -287,7 +301,10 @@ class SlotSandbox:
             paths = [*([] if seen is None else [seen]), *(layer.path for layer in layers)]
             volumes.restack(self.volume, root, paths, host.files)
             if view is not None:
+                # In a thread, as is `layer`: looking through the agent's folders takes as long as the agent made it
+                # take.
                 await asyncio.to_thread(view.mount, self.volume, seen)
+            # The path inside the slot: the gate (a slave mount) shows what the server has just mounted.
             new_root = f"{INSIDE}/{volumes.NEXT}/{volumes.NEXT}"
             async with asyncio.timeout(START_DEADLINE_S):
                 await host.roots.change(first_process, new_root)
@@ -295,6 +312,7 @@ class SlotSandbox:
             raise RootUnchanged(
                 f"slot {self.name}: its root could not be changed: {error or type(error).__name__}"
             ) from error
+        # Recorded after the change alone: a fork of a slot whose root stayed must not name these layers.
         self.layers = tuple(layers)
         self._base = base
         self._image, self._root = root.image, root.root
@@ -302,11 +320,13 @@ class SlotSandbox:
     async def add_gpus(self, gpus: Sequence[int]) -> None:
         """Add GPUs; see `contract.Sandbox.add_gpus`."""
         first_process = self.first_process
+        # Set before they are mounted, so that `_end_processes` also undoes what was mounted halfway.
         self._gpus = SlotGpus(self._host.gpus[number] for number in gpus)
         try:
             async with asyncio.timeout(START_DEADLINE_S):
                 await self._gpus.mount(self._host.roots, first_process)
         except (OSError, TimeoutError) as error:
+            # The root is the host's own /usr, read-only: no retry helps, but another root does.
             if error.errno == errno.EROFS:
                 raise NotSupported(f"gpus: this root can't hold what they need: {error}; lease an image") from error
             raise RootUnchanged(f"slot {self.name}: no GPU: {error or type(error).__name__}") from error
@@ -339,7 +359,9 @@ class SlotSandbox:
         Raises:
             NotSupported: the root can't hold them.
         """
+        # Each after a newline: a file of an image may not end with one.
         lines = "".join(f"\n{address}\t{name}" for name, address in more.items())
+        # Through PID 1, which follows the slot's own links; the server itself opens no path in a slot.
         done = await self.run(
             "names", WriteFile(path="/etc/hosts", data=f"{lines}\n".encode(), append=True, mode=0o644)
         )
@@ -351,17 +373,20 @@ class SlotSandbox:
     def _set(self, environment: dict[str, str]) -> None:
         """Have programs start with these variables, and within the slot's own time."""
         assert self._calls.channel is not None
+        # Not awaited: PID 1 takes orders in the order in which they are sent, so that later commands have them.
         self._calls.channel.call("limits", {"environment": environment, "wall_s": self.limits.wall_s}, lambda _: None)
 
     def view_of(self, folders: ViewFolders, layers: Sequence[SnapshotLayer], base: str | None) -> views.View:
         """Its folders for a view to show that stands on layers and a base."""
         own, root = self._host.base(self._base), self._host.base(base)
+        # What the agent may have changed, as opposed to the image below: only this needs to be looked through.
         written = (self.upper, *(layer.path for layer in self.layers))
         return views.View(
             (*written, *own.layers, own.lower),
             len(written),
             (*(layer.path for layer in layers), *root.layers, root.lower),
             folders,
+            # Without a running program its folders can be hard-linked instead of mounted (decision 8).
             quiet=self.host_pid is not None and not stopped_children.children_of(self.host_pid),
             empty=self._host.files.empty_folder,
             copies=self.volume.data,
@@ -376,6 +401,7 @@ class SlotSandbox:
         """Send the runner its settings, and wait for its answer."""
         channel = self._calls.channel
         assert channel is not None
+        # Inside, /proc is read-only (decision 17).
         oom_fd = os.open(f"/proc/{pid}/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
         try:
             environment = self._host.environment | (egress_supervisor.environment() if self.network.has_egress else {})
@@ -391,6 +417,7 @@ class SlotSandbox:
         """Kill a sandbox that ended by itself or can't be trusted; `died` gets the reason."""
         channel = self._calls.channel
         if channel is not None and not channel.closed:
+            # Before the kill: open calls get this reason, and not the end of the socket that the kill causes.
             channel.close(OutcomeUnknown(f"slot {self.name} ended while the call ran: {reason}"))
         if self._stopping is None and not self._ending:
             self._kill()
@@ -401,6 +428,7 @@ class SlotSandbox:
         """Kill PID 1, and with it everything in its namespace."""
         if self._init_fd >= 0:
             with contextlib.suppress(ProcessLookupError):
+                # By pidfd: a number may have been given to another process since.
                 signal.pidfd_send_signal(self._init_fd, signal.SIGKILL)
 
     # ------------------------------------------------------------------------------------------------------------- stop
@@ -412,13 +440,18 @@ class SlotSandbox:
 
     async def stop(self) -> Stopped:
         """Kill everything in it and confirm; see `contract.Sandbox.stop`."""
+        # An end that could not be confirmed is tried again; a clean one is not repeated.
         if self._stopping is None or (self._stopping.done() and not self._stopping.result().clean):
             self._stopping = self._tasks.spawn(self._stop(), "stop", awaited=True)
+        # Cancelling a waiter leaves the end under way: half of a reset would be a slot in an unknown state.
         return await asyncio.shield(self._stopping)
 
     async def _stop(self) -> Stopped:
         began = time.monotonic()
+        # First: connections are cut while the processes die, not after they have.
+        # First: connections are cut while the processes die, not after they have.
         moved = self._close_network()
+        # In this order: a volume can be detached once nothing has it open, a cgroup removed once it is empty.
         problems = [await self._end_processes(), await self._dispose(), await self._remove_cgroup()]
         return await self._finished(began, problems, moved)
 
@@ -440,6 +473,7 @@ class SlotSandbox:
     async def _finished(self, began: float, problems: list[str], moved: asyncio.Future[int] | None) -> Stopped:
         self._calls.stop_watching()
         detail = "; ".join(problem for problem in problems if problem)
+        # Unless it is confirmed, it stays in `live`, and whoever shuts the host down tries again.
         if not detail:
             self._host.live.discard(self)
         seconds = time.monotonic() - began
@@ -460,16 +494,19 @@ class SlotSandbox:
         problem = ""
         # the kernel reaps PID 1 after every process of its namespace: nothing else confirms their end
         if self._ended is not None and not await done_within(self._ended, STOP_DEADLINE_S):
+            # A process in an uninterruptible sleep (D) dies when its wait ends; the kill is there by then.
             self.cgroup.kill()
             problem = f"its processes did not end within {STOP_DEADLINE_S} s"
         if self._init_fd >= 0:
             os.close(self._init_fd)
         self._init_fd = -1
+        # After every process has ended: nothing may hold a device open when the next lease gets it.
         if self._gpus is not None:
             self._gpus.leave(self.upper)
         return problem
 
     async def _remove_cgroup(self) -> str:
+        # rmdir answers EBUSY until the kernel has let go of the last exited task, some time after it was reaped.
         pause = 0.0005
         while not self.cgroup.remove():
             self.cgroup.kill()  # PID 1 is gone, so nothing of the slot may be alive
@@ -504,6 +541,8 @@ class SlotSandbox:
         else:
             layer = SnapshotLayer(self.volume.upper, used)
             self._host.layers[layer] = self.volume
+            # The volume is the layer's now: `_dispose` of a later `stop` must not free it.
+            # The volume is the layer's now: `_dispose` of a later `stop` must not free it.
             self._detached = True
             frozen.set_result(layer)
         problems.append(await self._remove_cgroup())

@@ -69,6 +69,7 @@ class SlotCalls:
         channel = self.channel
         assert channel is not None
         self.watch.record_start(call_id, operation)
+        # Background processes run on without a call, so that the watchdog can't go by pending calls alone.
         self._programs = self._programs or isinstance(operation, StartOperation)
 
         def ended(result: OpResult | Exception) -> None:
@@ -77,9 +78,11 @@ class SlotCalls:
             try:
                 result, refused = self.watch.of_result(call_id, result, alone=channel.alone)
             except SlotLost as error:  # the slot ends: no later call may rely on what was killed
+                # Not from within the channel's own reading: `_fail` closes it.
                 self._loop.call_soon(self._fail, str(error))
                 result, refused = error, False
             if refused:  # end leftover processes, so that later commands can fork
+                # The call stays open until they have ended: the next one would fail to fork for the same reason.
                 last = channel.call("end_leftovers", {}, lambda _: over(result))
                 self._pending[call_id] = (last, self._loop.time() + ANSWER_GRACE_S)
             else:
@@ -91,6 +94,7 @@ class SlotCalls:
             done(result)
 
         number = channel.call(operation.op, arguments, ended, answer=operation.answer, descriptor=stream)
+        # PID 1 keeps the limit itself; the server only notices where it does not answer.
         limit_s = operation.time_limit_s(self.wall_s)
         self._pending[call_id] = (number, self._loop.time() + limit_s + ANSWER_GRACE_S)
         if self._watchdog is None:
@@ -108,6 +112,7 @@ class SlotCalls:
         if self._pending and min(due for _, due in self._pending.values()) <= self._loop.time():
             self._fail("PID 1 of the slot did not answer in time")
             return
+        # A stopped child before its exec would leave PID 1 waiting for it; what was stopped twice is killed.
         self._stuck = stopped_children.kill_stopped_children(pid, self._stuck)
         too_many = self._programs and self.watch.too_many_sockets(pid, self._loop.time())
         if too_many and self.channel is not None:
@@ -120,6 +125,7 @@ class SlotCalls:
         call = self._pending.get(call_id)
         if call is not None and self.channel is not None:
             number, due = call
+            # A cancelled call has to end soon, whatever its own limit was.
             if due == math.inf:
                 self._pending[call_id] = (number, self._loop.time() + ANSWER_GRACE_S)
             self.channel.cancel(number)

@@ -83,10 +83,12 @@ class SlotHost:
         base = self.state.bases[None]
         unique = f"{next(self._serial)}"
         on_disk = self.state.config.volume == "disk" and joins is None
+        # Limits of its own are the probe's and a view's, which `joins` tells apart where it matters.
         probe, limits = limits is not None, limits or self.state.config.limits
         disk = await self.state.cells.acquire(unique, limits.disk_mib, probe=probe) if on_disk else None
         most_cores = slot_cgroup.ceiling(limits, self.state.config.slots)
         folder = f"{self.state.scratch}/slots/{unique}"
+        # Until the sandbox exists, whose `stop` undoes all of this.
         with contextlib.ExitStack() as undo:
             undo.callback(self.state.cells.release, disk)
             try:
@@ -105,10 +107,13 @@ class SlotHost:
                 raise SandboxError(f"slot {name} could not be created: {error}{host_limits.named()}") from error
             undo.pop_all()
         sandbox = SlotSandbox(self.state, name, volume, cgroup, limits, network=network, joins=joins)
+        # Before its start: what was half started has to be ended by `aclose` as well.
         self.state.live.add(sandbox)
         try:
             await sandbox.start(base)
         except BaseException as error:
+            # BaseException, and shielded: a cancelled start may have left processes, mounts and a cgroup.
+            # BaseException, and shielded: a cancelled start may have left processes, mounts and a cgroup.
             await asyncio.shield(sandbox.stop())
             if isinstance(error, (OSError, ValueError)):
                 raise SandboxError(f"slot {name} could not be started: {error}") from error
@@ -128,6 +133,7 @@ class SlotHost:
         """Start a view of a slot; see `contract.Host.view`."""
         assert isinstance(of, SlotSandbox)
         sandbox = await self.start(name, limits=of.limits, joins=of.network)
+        # Servers of the agent run in the slot: what they ran out of belongs to the tests' result.
         sandbox.watch.viewed = of.watch
         try:
             view = of.view_of(folders, layers, base)
@@ -148,6 +154,7 @@ class SlotHost:
         """Mount what one slot has in another; see `contract.Host.share`."""
         assert isinstance(of, SlotSandbox)
         assert isinstance(sandbox, SlotSandbox)
+        # A warm slot that was given another root has its files there; the first one is empty.
         root = of.volume.next_root if of.volume.restacked else of.volume.root
         try:
             await self.state.roots.share(root, source, sandbox.first_process, path, read_only=read_only)
@@ -189,11 +196,13 @@ class SlotHost:
         """
         if name in self.state.bases:
             return
+        # Held (a lock on each layer) before it is looked at: the store may remove unused images at any time.
         folders, below = self.store.hold(image)
         try:
             root = skeleton.root_of(folders) if below is None else {}
             base = skeleton.Base(folders.pop()) if below is None else self.state.base(base_name(below))
             if self.state.entered.slot_ids == 1:  # there is only root
+                # Its user has no id here; programs then run as the only one that exists.
                 image = image.model_copy(update={"user": None})
             layers = (*folders, *base.layers)
             base = self.state.completed(replace(base, image=image, layers=layers, root=root, addition=None))
@@ -225,6 +234,7 @@ class SlotHost:
             volume = await self._blank_volume()
             try:
                 await fill(volume.upper)
+                # Before it is measured and listed: from here on nobody can change what leases will start from.
                 volumes.remount_read_only(volume)
                 layer = SnapshotLayer(volume.upper, await asyncio.to_thread(volumes.used_bytes, volume))
             except BaseException:
@@ -262,6 +272,7 @@ class SlotHost:
 
     async def aclose(self) -> None:
         """Undo what was set up for the server as a whole."""
+        # Slots first, then layers, spawner and proxy: each of these has users among the ones before.
         await asyncio.gather(*(sandbox.stop() for sandbox in list(self.state.live)))
         for volume in self.state.layers.values():
             with contextlib.suppress(OSError):  # cells are removed as a whole, with this server
@@ -277,6 +288,7 @@ class SlotHost:
         self.state.roots.close()
         await self.state.spawner.aclose()
         with contextlib.suppress(OSError):
+            # The server may not be allowed to, where root mounted it; then it goes with the mount namespace.
             syscalls.umount(self.state.scratch)
         cgroups.release(self.state.entered.cgroups)
 

@@ -38,6 +38,7 @@ class SlotNetwork:
             OSError: none arrived.
         """
         loop = asyncio.get_running_loop()
+        # A thread would have to be ended where the start is cancelled; the loop just stops watching.
         near.setblocking(False)
         arrived = asyncio.Event()
         loop.add_reader(near, arrived.set)
@@ -45,6 +46,7 @@ class SlotNetwork:
             await arrived.wait()
         finally:
             loop.remove_reader(near)
+        # The namespace, then the sockets made in it: PID 1 hands them over before it runs anything of the slot.
         _, fds, _, _ = socket.recv_fds(near, 1, 1 + SOCKETS)
         if not fds:
             raise OSError("its PID 1 ended before it had made the network")
@@ -55,6 +57,7 @@ class SlotNetwork:
     async def narrow(self, hosts: tuple[str, ...] | None) -> None:
         """Change `hosts`; see `contract.Sandbox.set_network`."""
         if self._number is None or self._egress is None:
+            # An empty list or None leaves what there is: nothing can be reached either way.
             if hosts:
                 raise NotSupported("network: this lease has none; request it with network=True")
             return

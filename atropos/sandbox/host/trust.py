@@ -29,11 +29,14 @@ async def install(authority: bytes, run: Callable[[Operation], Awaitable[OpResul
     """
     bundle = BUNDLES[0]
     for path in BUNDLES:
+        # One byte: only whether it is there matters, and the answer has to be carried.
         if isinstance(await run(ReadFile(path=path, max_bytes=1)), FileResult):
             bundle, authorities = path, authority
             break
     else:
+        # A file with the one authority alone would have programs distrust every other host.
         authorities = _own_bundle() + authority
+    # Appended, not replaced: what the image trusts stays. The newline ends a last line that has none.
     done = await run(WriteFile(path=bundle, data=b"\n" + authorities, append=True, mode=0o644))
     if not isinstance(done, Done):
         raise NotSupported(f"secrets: this root can't hold the authority of their hosts: {done}")

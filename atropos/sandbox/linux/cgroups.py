@@ -111,6 +111,7 @@ def claim_delegated(uid: int) -> Cgroups:
     for hierarchy in of_this_process():
         own = Path(f"/sys/fs/cgroup{hierarchy.path}")
         if hierarchy.version == 2 and os.access(own, os.W_OK) and (own / "cgroup.controllers").exists():
+            # No hierarchy can be mounted without privilege: the folder is never made, and the existing mount is used.
             return claim("/nonexistent", uid)
     return Cgroups((), dict.fromkeys(CONTROLLERS, missing))
 
@@ -121,6 +122,7 @@ def _mounted(hierarchy: Hierarchy, mounts: str) -> Path:
     target = Path(mounts, name)
     try:
         target.mkdir(parents=True, exist_ok=True)
+        # A container's own mount is often read-only, or shows only its own group.
         syscalls.mount("none", str(target), kind, 0, None if hierarchy.version == 2 else name)
     except OSError:
         there = mount_point(hierarchy)
@@ -137,6 +139,7 @@ def _make_own(parent: Path, uid: int) -> Path:
     _within(top, lambda: os.mkdir(ours))
     with contextlib.suppress(OSError):
         for entry in (*top.glob(f"{PREFIX}*"), *parent.glob(f"{PREFIX}[0-9]*-[0-9]*-[0-9]*-[0-9]*")):
+            # Also names of earlier versions, which had no common folder.
             if not alive(entry.name):  # a killed server's
                 remove_tree(entry)
     _give(top, uid)
@@ -167,10 +170,12 @@ def _claim_v1(hierarchy: Hierarchy, mounts: str, uid: int, slots: int) -> Cgroup
     if "cpuset" in hierarchy.controllers:
         for folder in (ours.parent, ours):
             for name in ("cpuset.cpus", "cpuset.mems"):
+                # A new cpuset is empty on v1, and takes no process until it has CPUs and memory nodes.
                 (folder / name).write_text((parent / name).read_text())
             (folder / "cgroup.clone_children").write_text("1")  # a slot's has what this one has
     _give(ours, uid)
     controllers = tuple(name for name in hierarchy.controllers if name in SHOWN)
+    # A group beside the server's must limit nothing but the weight: memory is to be counted below the container's.
     weighs = "cpu" in controllers and not {"memory", "pids"} & set(controllers)
     # a slot that ends keeps its group until all of it is gone, and the next one has started by then
     ready = [_make_ready(ours, number, uid) for number in range(2 * slots + 2)] if weighs else []
@@ -219,11 +224,15 @@ def _claim_v2_under(parent: Path, uid: int, *, may_move: bool) -> CgroupTree:
     try:
         _make(rest)
         server.mkdir()
+        # "0" is the writer itself. Before controllers are enabled: v2 refuses them for a group with processes.
         (server / "cgroup.procs").write_text("0")
         if not set(names) <= set((parent / "cgroup.subtree_control").read_text().split()):
+            # "No internal processes": a group other than the root delegates controllers only while it is empty
+            # (cgroups(7)).
             _empty(parent, rest, may_move=may_move)
             (parent / "cgroup.subtree_control").write_text(offered)
         (top / "cgroup.subtree_control").write_text(offered)
+        # Top down: a group can enable only what its parent has enabled.
         (ours / "cgroup.subtree_control").write_text(offered)
         if "cpu" in names:
             # beside slots of weight 100 each, none of which may slow down the server of all
@@ -232,6 +241,7 @@ def _claim_v2_under(parent: Path, uid: int, *, may_move: bool) -> CgroupTree:
                 (top / "cpu.weight").write_text(str(min(10_000, 100 * len(os.sched_getaffinity(0)))))
     except OSError:
         with contextlib.suppress(OSError):
+            # Out of our leaf again, which could not be removed with this process in it.
             (parent / "cgroup.procs").write_text("0")
         remove_tree(ours)
         for path in (rest, top):  # unless another server has something there
@@ -244,6 +254,7 @@ def _claim_v2_under(parent: Path, uid: int, *, may_move: bool) -> CgroupTree:
 
 
 def _is_real_root(cgroup: Path) -> bool:
+    # Only the root of the whole hierarchy lacks the file; that of a cgroup namespace has it.
     return not (cgroup / "cgroup.type").exists()
 
 
@@ -274,6 +285,7 @@ def _move(pid: str, rest: Path) -> None:
 def _give(path: Path, uid: int, settings: Sequence[str] = ()) -> None:
     if uid == os.geteuid():
         return
+    # What the kernel's delegation asks for (cgroups(7)); limits stay with whoever set them.
     for name in ("", "cgroup.procs", "cgroup.threads", "cgroup.subtree_control", "tasks", *settings):
         with contextlib.suppress(FileNotFoundError):
             os.chown(path / name, uid, uid)

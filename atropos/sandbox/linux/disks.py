@@ -58,7 +58,9 @@ class CellPlan:
     @classmethod
     def of(cls, config: ServerConfig) -> CellPlan | None:
         """The cells that a configuration needs; None: no files on disk."""
+        # Bounded: each cell's inode table takes room on the disk, used or not.
         layers = min(config.max_snapshots, max(4, config.slots))
+        # Half as many again: those that are being emptied while their slots start anew.
         cells, inodes = config.slots + layers + max(2, config.slots // 2), config.limits.inodes
         if config.place_mib:
             return cls(cells, None, config.place_mib, inodes, shared=True)
@@ -90,6 +92,7 @@ def make(plan: CellPlan, images: str, target: str, owner: int, group: int) -> tu
     template = f"{images}/template"
     count, mib = _share(images, plan) if plan.shared else (plan.cells, plan.cells * plan.mib)
     try:
+        # Made once and copied: mkfs takes longer than copying the few blocks that it has written.
         _format(template, plan.mib, plan.inodes)
         cells = [_cell(template, images, f"{target}/{number}", owner, group) for number in range(count)]
         _format(template, PROBE_MIB, PROBE_INODES)
@@ -111,6 +114,7 @@ def _share(folder: str, plan: CellPlan) -> tuple[int, int]:
     largest = _image_bytes(plan.mib, plan.inodes)
     if room < largest:
         raise OSError(errno.ENOSPC, f"one takes {largest // _MIB} MiB, and the disk has room for {room // _MIB}")
+    # What a cell takes without a file in it: tables of inodes and blocks.
     empty = largest - plan.mib * _MIB
     cells = min(plan.cells, (room - plan.mib * _MIB) // empty)
     return cells, (room - cells * empty) // _MIB
@@ -124,6 +128,7 @@ def resize(image: int, cell: str, mib: int) -> None:
     """
     balloon = os.open(f"{cell}/{BALLOON}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
+        # First let go of everything: only then does the file system say what is free in all.
         os.ftruncate(balloon, 0)
         there = os.fstatvfs(balloon)
         if (rest := there.f_bavail * there.f_frsize - (mib + 1) * _MIB) > 0:  # 1 MiB: the volume's own folders
@@ -132,7 +137,9 @@ def resize(image: int, cell: str, mib: int) -> None:
     finally:
         os.close(balloon)
     for at, size in extents:
+        # The balloon's blocks are never read: nothing has to be there for them.
         syscalls.punch_hole(image, at, size)
+    # Last, and after the holes: the disk may need what those gave back.
     _reserve(image, extents)
 
 
@@ -168,6 +175,7 @@ def _extents(fd: int) -> Iterator[tuple[int, int]]:
 
 
 def _image_bytes(mib: int, inodes: int) -> int:
+    # Files, inodes, a 64th for bitmaps, extent trees and folders, and a fixed part for superblocks.
     return mib * _MIB + (inodes + OWN_INODES) * _INODE_BYTES + (mib * _MIB >> 6) + 2 * _MIB
 
 
@@ -181,6 +189,7 @@ def _format(path: str, mib: int, inodes: int) -> None:
     with open(path, "wb") as file:
         file.truncate(_image_bytes(mib, inodes))
     # no journal: its content is not used after a crash
+    # -m 0: no blocks for root, which nobody here is; else writes would fail before the volume is full.
     options = ["-O", "^has_journal,^resize_inode", "-E", "lazy_itable_init=1,nodiscard", "-m", "0"]
     command = [program, "-q", "-F", *options, "-I", str(_INODE_BYTES), "-N", str(inodes + OWN_INODES), path]
     done = subprocess.run(command, check=False, capture_output=True, text=True, stdin=subprocess.DEVNULL)
@@ -195,6 +204,7 @@ def _cell(template: str, images: str, target: str, owner: int, group: int) -> in
     try:
         fd = os.open(image, os.O_RDWR | os.O_CLOEXEC)
     finally:
+        # The loop device keeps the file: whatever ends this server, the disk gets its blocks back.
         os.unlink(image)
     device = _attach(fd)
     try:
@@ -203,6 +213,7 @@ def _cell(template: str, images: str, target: str, owner: int, group: int) -> in
         syscalls.mount(f"/proc/self/fd/{device}", target, "ext4", flags, "nodiscard,noinit_itable")
     finally:
         os.close(device)
+    # mkfs makes it; a cell has to be empty.
     os.rmdir(f"{target}/lost+found")
     os.chown(target, owner, group)
     os.chmod(target, 0o710)  # noqa: S103 - the slots' root passes through
@@ -228,6 +239,7 @@ def _copy_sparse(source: str, target: str) -> None:
 def _attach(image: int) -> int:
     """A descriptor of a loop device on an open file; the device clears itself with its last user."""
     info = bytearray(232)
+    # lo_flags of struct loop_info64, inside struct loop_config (Linux 5.8): one call, no moment without autoclear.
     struct.pack_into("I", info, 52, _LO_FLAGS_AUTOCLEAR)
     config = struct.pack("II", image, 0) + bytes(info) + bytes(64)
     control = os.open("/dev/loop-control", os.O_RDWR | os.O_CLOEXEC)

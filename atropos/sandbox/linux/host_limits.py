@@ -83,12 +83,14 @@ def _processes() -> list[HostLimit]:
     limits: list[HostLimit] = []
     for name, path in (("kernel.pid_max", "kernel/pid_max"), ("kernel.threads-max", "kernel/threads-max")):
         limits += _sysctl(name, path, running, 1)
+    # v1 has a folder for the controller; v2, in a container, its own group at the top.
     for folder in (*Path("/sys/fs/cgroup").glob("pids"), Path("/sys/fs/cgroup")):
         most = _number(f"{folder}/pids.max")
         if most is not None:
             used = _number(f"{folder}/pids.current") or 0
             limits.append(HostLimit(f"{folder}/pids.max", most, used, 1, "raise the container's limit of processes"))
     most = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+    # The kernel lets root pass this limit (CAP_SYS_RESOURCE, CAP_SYS_ADMIN).
     if most != resource.RLIM_INFINITY and os.geteuid() != 0:
         limits.append(HostLimit("RLIMIT_NPROC", most, 0, 1, "raise the user's limit of processes (ulimit -Hu)"))
     return limits
@@ -120,6 +122,7 @@ def _files() -> list[HostLimit]:
         mounts = sum(1 for _ in file)
     # sixteen for a slot on cgroup v1, and seven more on a snapshot; the slot's namespace has its own bound
     limits += _sysctl("fs.mount-max", "fs/mount-max", mounts, 23)
+    # A pipe has 16 pages, and 0 means no limit (pipe(7)).
     limits += _sysctl("fs.pipe-user-pages-hard", "fs/pipe-user-pages-hard", 0, 16, unlimited=0)
     return limits
 

@@ -13,6 +13,7 @@ def bounded(name: str, size_bytes: int) -> int:
     """An empty file for other processes' output, of at most `size_bytes`."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.truncate(fd, size_bytes)
+    # Sealed at its size: a writer can neither fill the memory nor cut the file under a reader.
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
     return fd
 

@@ -39,6 +39,7 @@ class LinkRequests:
             OSError: one was refused.
         """
         self._sock.send(messages + _LAST)
+        # nlmsgerr comes after the header of 16 bytes: 0, or a negative errno.
         error = -struct.unpack_from("=i", self._sock.recv(4096), 16)[0]
         self._sock.close()
         if error:
@@ -51,6 +52,7 @@ def _message(kind: int, *parts: bytes, flags: int = 0) -> bytes:
 
 
 def _attribute(kind: int, data: bytes) -> bytes:
+    # The length is without the padding to 4 bytes (rtnetlink(7)).
     return struct.pack("=HH", 4 + len(data), kind) + data + bytes(-len(data) % 4)
 
 
@@ -80,6 +82,7 @@ def up(index: int) -> bytes:
 
 def address(index: int, family: int, own: bytes, bits: int) -> bytes:
     """Give a device an address."""
+    # NODAD: an IPv6 address could not be used for a second while the kernel looks for a duplicate.
     head = struct.pack("=BBBBi", family, bits, _IFA_F_NODAD, UNIVERSE, index)
     return _message(_NEWADDR, head, _attribute(_IFA_LOCAL, own), _attribute(_IFA_ADDRESS, own))
 

@@ -48,17 +48,20 @@ def settings(tree: CgroupTree, limits: SlotLimits, most_cores: float | None) -> 
     if "memory" in tree.controllers and tree.version == 1:
         lines += [
             ("memory.limit_in_bytes", memory, True),
+            # Equal to the memory: no swap. Not needed: a kernel without swap accounting lacks the file.
             ("memory.memsw.limit_in_bytes", memory, False),
             # on v1, TCP buffers don't count towards the limit above: 2 GB could be queued in a 400 MB container
             ("memory.kmem.tcp.limit_in_bytes", str(limits.memory_mib * _MIB // 8), False),
         ]
     elif "memory" in tree.controllers:
+        # oom.group 0: one program is killed, as on v1; with 1 PID 1 would go as well, and the slot be lost.
         lines += [("memory.max", memory, True), ("memory.swap.max", "0", False), ("memory.oom.group", "0", False)]
     if "pids" in tree.controllers:
         lines.append(("pids.max", pids, True))
     if "cpu" in tree.controllers and tree.version == 1:
         lines.append(("cpu.shares", str(max(2, limits.cpu_weight * 1024 // 100)), True))
         if quota:
+            # Before the quota, which the kernel checks against the period that is set.
             lines.append(("cpu.cfs_period_us", str(period), asked))
         lines.append(("cpu.cfs_quota_us", str(quota or -1), asked))
     elif "cpu" in tree.controllers:
@@ -71,6 +74,7 @@ def _quota(most_cores: float | None) -> tuple[int, int]:
     """Microseconds of CPU time in a period, and the period; 0: there is no ceiling."""
     if most_cores is None:
         return 0, 0
+    # Below a tenth of a core the short period would need less than the kernel's least quota.
     period = _PERIOD_US if most_cores * _PERIOD_US >= _LEAST_QUOTA_US else 10 * _PERIOD_US
     return max(_LEAST_QUOTA_US, int(most_cores * period)), period
 
@@ -146,6 +150,8 @@ class SlotCgroup:
         try:
             for tree in cgroups.trees:
                 if tree.ready and ready:
+                    # Others may have taken all (slots that are still ending): then the group below the server's own
+                    # will do.
                     path = ready.pop()
                 else:
                     path = f"{tree.path}/{name}"
@@ -197,6 +203,7 @@ class SlotCgroup:
     def mounts(self) -> list[tuple[str, str]]:
         """Its files as the slot may see them: where they are, and the place below /sys/fs/cgroup."""
         shown = list(zip(self._trees, self.paths, strict=True))
+        # A machine with both has the limits in v2.
         if any(tree.version == 2 for tree, _ in shown):
             return [(path, "") for tree, path in shown if tree.version == 2]
         mounts = [(path, f"/{controller}") for tree, path in shown for controller in tree.controllers]
@@ -206,6 +213,7 @@ class SlotCgroup:
         """Read the kernel's counts; see `stops`."""
         texts = {file: os.pread(fd, 4096, 0) for file, fd in self._files.items()}
         if _PEAK in texts:
+            # Counted and reset here, so that a later stop is told apart from this one.
             if int(texts[_PEAK]) + _CHARGE_BYTES > self._limits.memory_mib * _MIB:
                 self._peaks += 1
                 os.write(self._files[_PEAK], b"0")  # resets it to the present use
@@ -229,6 +237,8 @@ class SlotCgroup:
                 try:
                     _write(f"{path}/cgroup.kill", "1", needed=True)
                 except FileNotFoundError:
+                    # May miss what forks meanwhile; callers repeat it until the group can be removed.
+                    # May miss what forks meanwhile; callers repeat it until the group can be removed.
                     with open(f"{path}/cgroup.procs", "rb") as file:
                         pids = [int(pid) for pid in file.read().split()]
                     for pid in pids:
@@ -243,6 +253,7 @@ class SlotCgroup:
         remaining: list[str] = []
         made_ahead = {path for tree in self._trees for path in tree.ready}
         for path in self.paths:
+            # It may still be full of a slot that has not ended: then it is neither removed nor given on.
             if path in made_ahead and _is_empty(path):
                 self._ready.append(path)
                 continue

@@ -33,6 +33,7 @@ def kill_stopped_children(pid: int, seen: AbstractSet[int]) -> set[int]:
         return stuck
     for child in children_of(pid):
         with contextlib.suppress(ProcessLookupError, PermissionError):
+            # Before it is looked at: what is killed below is then the very process that was judged.
             handle = os.pidfd_open(child)
             try:
                 # before its exec, a child has PID 1's name; those that serve files have another
@@ -49,6 +50,7 @@ def _stat(pid: int) -> tuple[bytes, str, int] | None:
     """(name, state, parent) of a process; None where there is none."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
+            # The last parenthesis: a program may have some in its name (proc_pid_stat(5)).
             head, _, tail = file.read(1024).rpartition(b")")
     except OSError:
         return None

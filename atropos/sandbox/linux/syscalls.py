@@ -137,6 +137,7 @@ def open_in_root(root: int, path: str) -> int:
         OSError: there is nothing.
     """
     openat2, in_root, no_magic_links = 437, 0x10, 0x02
+    # O_PATH: neither a device nor a FIFO of the slot is opened. Magic links of /proc would lead out of any root.
     how = (ctypes.c_uint64 * 3)(os.O_PATH | os.O_CLOEXEC, 0, in_root | no_magic_links)
     name = os.fsencode(path)
     while True:
@@ -147,6 +148,7 @@ def open_in_root(root: int, path: str) -> int:
 
 def own_files_as_root() -> None:
     """Have what the calling thread creates belong to uid and gid 0 of this user namespace."""
+    # The group first: once the user is another, the right to change the group is gone.
     libc.setfsgid(0)
     libc.setfsuid(0)
 
@@ -183,6 +185,7 @@ def prctl(option: int, arg: int = 0, arg3: int = 0) -> int:
 def die_with(parent: int) -> None:
     """Have the kernel kill this process with its parent. A change of ids or namespace ends that: call it after."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # It may have died before the call above, which then waits for the wrong parent.
     if os.getppid() != parent:
         os._exit(1)
 
@@ -196,6 +199,7 @@ def rename_process(name: bytes) -> None:
     """Have `ps` show this name instead of the program's and its arguments."""
     name_process(name)
     start, size = _arguments()
+    # In place: PR_SET_MM, which would move the arguments, needs CAP_SYS_RESOURCE over the host.
     libc.memcpy(start, name[: size - 1].ljust(size, b"\0"), size)
 
 

@@ -73,6 +73,7 @@ class SlotTraffic:
 
     def cut(self) -> None:
         """End all connections, those included that are just being made, and answers about names."""
+        # Not awaited: connections end in the next turn of the loop, and nothing is relayed before it.
         self.tasks.stop()
         if self.resolver is not None:
             self.resolver.forget()
@@ -93,8 +94,10 @@ class SlotTraffic:
             EgressRefused: too many are open, this one included.
             OutOfBytes: there are none left.
         """
+        # `>`: the task that asks is among them.
         if len(self.tasks) > self.connections:
             raise EgressRefused(f"this slot has {self.connections} connections open already; close some first")
+        # A budget of exactly 0 is used up, but only spending shows it.
         self.spend(0 if self.budget else 1)
 
 
@@ -110,6 +113,7 @@ class Proxy:
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         unbounded = files == resource.RLIM_INFINITY
         listening = 3 + len(policy.ports)
+        # Two descriptors a connection, for all slots and one more (the probe's): no slot can take what others need.
         self._most = sys.maxsize if unbounded else max(1, (files - _SPARE_FILES) // (2 * slots + 2) - listening)
 
     def add(
@@ -124,6 +128,7 @@ class Proxy:
         """A slot that is to be served; see `narrow`, and `entrust`, whose answer the authority is."""
         account = self._accounts[number] = SlotTraffic(self._within(hosts), budget, min(connections, self._most))
         signer = None if authority is None else Authority(authority)
+        # After a restart of the proxy the authority is the earlier one, which the slot knows already.
         account.secrets = SlotSecrets([HostSecret.of(**each) for each in secrets], signer)
         return account
 
@@ -140,6 +145,7 @@ class Proxy:
         for listener, handle in served:
             listener.setblocking(False)
             accepted = partial(self._accepted, account, handle)
+            # asyncio accepts as many connections in one turn of its loop as the backlog has, slot after slot.
             server = await asyncio.start_server(accepted, sock=listener, limit=CHUNK_BYTES, backlog=16)
             if account.closed:  # meanwhile
                 server.close()
@@ -155,6 +161,7 @@ class Proxy:
         *streams: *Streams,
     ) -> None:
         if account.closed:
+            # Accepted in the same turn in which the slot was dropped.
             streams[1].transport.abort()
             return
         account.tasks.spawn(handle(account, streams), "connection")
@@ -167,6 +174,7 @@ class Proxy:
         account = self._accounts.get(number)
         if account is not None:
             account.rules = self._within(hosts)
+            # Connections that are open were judged by the old rules.
             account.cut()
 
     async def entrust(self, number: int, secrets: Sequence[dict[str, Any]]) -> str | None:
@@ -180,6 +188,7 @@ class Proxy:
         """
         host_secrets = [HostSecret.of(**each) for each in secrets]
         ended = [rule for each in host_secrets if each.tls for rule in each.rules]
+        # OpenSSL is a process that takes tens of milliseconds; the loop serves all slots.
         signer = await asyncio.to_thread(Authority.make, ended) if ended else None
         if (account := self._accounts.get(number)) is not None:
             account.secrets = SlotSecrets(host_secrets, signer)
@@ -207,17 +216,20 @@ class Proxy:
 
     async def _resolve(self, places: asyncio.Semaphore, name: str, port: int) -> list[Address]:
         """A name's addresses. It counts towards the slot's lookups until its thread ends, even when it is cancelled."""
+        # An address needs no look-up, and so no place among them.
         address = literal(name)
         if address is not None:
             return [address]
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(CONNECT_S):
+            # Before the thread is asked for: the pool's own queue would mix all slots' names.
             await places.acquire()
             try:
                 work = self._resolvers.submit(look_up, name, port)
             except RuntimeError as error:  # the host has no room for another thread
                 places.release()
                 raise OSError(f"{name} can't be looked up now ({error})") from None
+            # When the thread ends, not when the caller does: getaddrinfo can't be cancelled and may take a minute.
             work.add_done_callback(lambda _: loop.call_soon_threadsafe(places.release))
             try:
                 return await asyncio.wrap_future(work)
@@ -236,6 +248,7 @@ class Proxy:
         for port in rules.ports:
             try:
                 name = rules.judge_name(host, port)
+                # Once for all ports: getaddrinfo's answer doesn't depend on them.
                 addresses = addresses or await self._resolve(account.lookups, name, port)
                 rules.judge_addresses(name, port, addresses, self._own(port))
             except EgressRefused as error:
@@ -246,12 +259,14 @@ class Proxy:
 
     def _own(self, port: int) -> frozenset[Address]:
         """This machine's addresses, and those of names denied on a port."""
+        # Asked each time: a host's addresses change while the proxy runs.
         return own_addresses().union(*(self._denied.get(each, ()) for each in self.policy.denied_names(port)))
 
     async def _dial(self, account: SlotTraffic, host: str, port: int) -> tuple[str, *Streams]:
         """Connect to a name, or to an address, which may stand for a name."""
         rules, address = account.rules, literal(host)
         if address is not None and account.resolver is not None:
+            # The resolver gave the slot this address for a name: the name is what the policy knows.
             host = account.resolver.addresses.name_of(address) or host
         name = rules.judge_name(host, port)
         addresses = await self._resolve(account.lookups, name, port)
@@ -265,6 +280,7 @@ class Proxy:
 
     async def _serve_taken(self, account: SlotTraffic, streams: Streams) -> None:
         """Serve a connection that a program made without the proxy."""
+        # Before anything is awaited: what the program sends is not read until the far end is connected.
         hold(streams[1])
         address, port = streams[1].get_extra_info("sockname")[:2]
         dial = partial(self._dial, account)
@@ -319,10 +335,12 @@ async def serve(server: socket.socket, allow: list[str], deny: list[str], slots:
                 with contextlib.suppress(OSError):
                     server.send(json.dumps({"dropped": order["drop"], "moved": moved}).encode())
             elif "narrow" in order:
+                # Applied before it is confirmed: whoever waits for the answer relies on it.
                 proxy.narrow(order["narrow"], order["hosts"])
                 with contextlib.suppress(OSError):
                     server.send(json.dumps({"done": order["serial"]}).encode())
             elif "entrust" in order:
+                # A task, as it may take a while; other orders go on, those of this slot too.
                 tasks.spawn(entrust(order), "secrets")
             elif fds:
                 account = proxy.add(order.pop("add"), **order)
@@ -338,6 +356,7 @@ def main() -> None:
     """Leave every privilege, then serve. Started by the server: standard input is the socket to it."""
     parent = int(sys.argv[1])
     with contextlib.suppress(OSError):
+        # Ambient capabilities would come back with an exec (capabilities(7)).
         syscalls.prctl(syscalls.PR_CAP_AMBIENT, syscalls.PR_CAP_AMBIENT_CLEAR_ALL)
     syscalls.set_capabilities(frozenset())
     syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
@@ -345,6 +364,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    # The soft limit is often 1,024, for the sake of programs that use select(2).
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     control = socket.socket(fileno=os.dup(0))
     asyncio.run(serve(control, **json.loads(sys.argv[2])))

@@ -85,21 +85,28 @@ def run(
         OSError: the slot could not be set up.
     """
     if not request["joins"]:
+        # First, since the server waits for the namespace while the rest is done.
         _own_network(request, network)
     for name, value in request["counters"].items():
+        # After the network: with a gateway it took two namespaces, more than the bound allows.
         _set(f"user/{name}", value)
     _own_objects(request["ipc"])
     for name, value in request["rlimits"].items():
         lower_limit(name, value)
+    # The resource limits before it: they are set by numbers, whatever the root is.
     _enter_root(root, maker)
+    # By this process and not by bubblewrap, which reads the list of all mounts for each that it makes (decision 17).
     syscalls.attach_mount(sys, "/sys")
     os.close(entered)
+    # Until bubblewrap is gone it is the parent, whose end must not kill this process.
     if not os.read(adopted, 1):
         raise OSError("the process that slots are forked from is gone")
+    # From here on the spawner's end ends the slot: nobody else would reap it or know of it.
     syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
     _keep_descriptors(link)
     os.setsid()
     syscalls.rename_process(NAME)
+    # Everything above takes a capability, and the filter forbids most of it: these three come last, in this order.
     syscalls.keep_only(CAPABILITIES, ambient=False)
     syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
     syscalls.filter_calls(request["seccomp"])
@@ -131,6 +138,7 @@ def _own_network(request: FirstProcessRequest, answer: int) -> None:
     channel.sendmsg([b"x"], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, struct.pack(f"{len(handed)}i", *handed))])
     channel.detach()
     for fd in handed:
+        # The server has copies. A program of the slot must not find these.
         os.close(fd)
 
 
@@ -172,11 +180,14 @@ def _enter_root(root: int, maker: int) -> None:
         if not data:
             raise OSError("bubblewrap ended before the slot's root was made")
         message += data
+    # Cut out by hand: the json module would be in every slot's memory.
     pid = message.partition(b'"child-pid":')[2].partition(b",")[0].split()[0].decode()
     mounts = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
     syscalls.setns(mounts, syscalls.CLONE_NEWNS)
     os.close(root)  # the program that paused ends
     try:
+        # With --pidns bubblewrap forks twice: the program is an orphan of this namespace, and so this process's to
+        # reap.
         os.waitpid(-1, 0)
     except ChildProcessError:
         pass
@@ -188,6 +199,7 @@ def _keep_descriptors(link: int) -> None:
     null = os.open("/dev/null", os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
+    # One system call (close_range), whatever was inherited.
     os.closerange(SOCKET + 1, 1 << 16)
 
 
@@ -203,5 +215,6 @@ def lower_limit(name: str, value: int) -> None:
     """Lower a resource limit (RLIMIT_`name`) for good."""
     number = _LIMITS[name]
     hard = resource.getrlimit(number)[1]
+    # Raising a hard limit needs CAP_SYS_RESOURCE over the host.
     soft = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(number, (soft, soft))

@@ -45,6 +45,7 @@ def enter_network(family: int, ports: list[int]) -> list[int]:
     """
     families = {_socket.AF_INET, family}
     syscalls.unshare(syscalls.CLONE_NEWNET)
+    # Made here, in the far namespace; both stay there when this process goes on to the slot's.
     far, listeners = netlink.LinkRequests(), _listeners(family, ports)
     # otherwise every name would seem to exist
     tell_kernel("/proc/sys/net/ipv4/icmp_echo_ignore_all", "1")
@@ -55,6 +56,7 @@ def enter_network(family: int, ports: list[int]) -> list[int]:
     device = netlink.veth(_INDEX, DEVICE, OWN_MAC, (_INDEX, DEVICE, _MAC), there)
     both_up = netlink.up(netlink.LOOPBACK) + netlink.up(_INDEX)
     netlink.LinkRequests().change(device + both_up + b"".join(map(_own_end, families)))
+    # Second: the far end exists once the slot's end was made.
     far.change(both_up + b"".join(map(_far_end, families)))
     os.close(there)
     return [listener.detach() for listener in listeners]
@@ -66,6 +68,7 @@ def usable_family() -> int | None:
     It leaves the process in namespaces of its own.
     """
     try:
+        # A slot makes its gateway in a user namespace as well, where the kernel may refuse a kind of device.
         syscalls.unshare(syscalls.CLONE_NEWUSER)
     except OSError:
         return None
@@ -84,6 +87,7 @@ def _listeners(family: int, ports: list[int]) -> list[_socket.socket]:
     for kind, port in ((_socket.SOCK_DGRAM, DNS_PORT), *((_socket.SOCK_STREAM, port) for port in (DNS_PORT, *ports))):
         sock = _socket.socket(family, kind)
         if family == _socket.AF_INET6:
+            # One socket for both kinds of addresses; the host may have net.ipv6.bindv6only set.
             sock.setsockopt(_socket.IPPROTO_IPV6, _socket.IPV6_V6ONLY, 0)
         sock.bind(("::" if family == _socket.AF_INET6 else "", port))
         if kind == _socket.SOCK_STREAM:
@@ -99,6 +103,7 @@ def _packed(family: int, address: str) -> bytes:
 
 def _end(family: int, own: str, other: str, others_mac: bytes) -> bytes:
     """Set one end's address, and an entry for the other's."""
+    # The smallest network that holds both ends.
     bits = 30 if family == _socket.AF_INET else 126
     mine, theirs = _packed(family, own), _packed(family, other)
     return netlink.address(_INDEX, family, mine, bits) + netlink.neighbour(_INDEX, family, theirs, others_mac)
@@ -110,5 +115,6 @@ def _own_end(family: int) -> bytes:
 
 
 def _far_end(family: int) -> bytes:
+    # A local route for every address: packets to any of them are for this host's sockets (AnyIP).
     everything = netlink.route(netlink.LOOPBACK, family, scope=netlink.HOST, kind=netlink.LOCAL)
     return _end(family, ADDRESS, OWN_ADDRESS, OWN_MAC) + everything

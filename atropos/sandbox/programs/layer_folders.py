@@ -66,6 +66,7 @@ class LayerFolders:
         shared = 0
         if self._last is not None and self._last.layer == wanted.layer:
             shared = _shared_depth(self._last, wanted)
+        # Fewer steps up than down from the top.
         if self._last is not None and self._last.depth - shared < shared:
             # Nearer from where we are. Of a folder that is moved meanwhile, `..` may lead out of the layer.
             fd, steps = os.dup(self._fd), [*[".."] * (self._last.depth - shared), *wanted.path_from(shared)]
@@ -77,6 +78,7 @@ class LayerFolders:
                 os.close(fd)
                 fd = below
             status = os.fstat(fd)
+            # The names led elsewhere: a program of the slot has moved a folder on the way.
             if wanted.place not in {None, (status.st_dev, status.st_ino)}:
                 raise OSError(f"a folder was moved while it was read: {wanted.name}")
         except OSError:

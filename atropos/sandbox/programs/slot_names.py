@@ -38,10 +38,12 @@ class FakeAddresses:
 
     def address_of(self, name: str) -> ipaddress.IPv4Address:
         """The address of a name, from now on."""
+        # Taken out and put in again: a dict keeps the order of insertion, which is that of use here.
         place = self._places.pop(name, None)
         if place is None:
             if len(self._places) >= MOST_NAMES:
                 del self._names[self._places.pop(next(iter(self._places)))]
+            # By the name alone, so that it is the same in most slots, and after a restart of the proxy.
             place = zlib.crc32(name.encode()) % _COUNT
             while place in self._names:
                 place = (place + 1) % _COUNT
@@ -94,15 +96,18 @@ class Resolver:
 
     def forget(self) -> None:
         """Ask anew for each name: what the slot may reach has changed."""
+        # Answers that were judged by the old rules must not leave any more.
         self._answers.stop()
         self._lookups.stop()
         self._found.clear()
 
     def _readable(self) -> None:
         try:
+            # The control message has the address that was asked; sent back with the answer, it becomes its source.
             data, control, _, client = self._sock.recvmsg(dns.MESSAGE_BYTES, socket.CMSG_SPACE(32))
         except OSError:  # no datagram, or the kernel's report that a client is gone
             return
+        # Else dropped: a client asks again (RFC 1035, 4.2.1), and a flood takes no memory.
         if len(self._answers) < _MOST_WAITING:
             self._answers.spawn(self._answer_datagram(data, control, client), "answer")
 
@@ -129,10 +134,12 @@ class Resolver:
         try:
             name = await self._known(question.name.lower())
         except EgressRefused:
+            # A refused name doesn't exist here: programs fail at once, instead of waiting for a connection.
             return question.answer(dns.NO_SUCH_NAME)
         except OSError as error:
             codes = {socket.EAI_NONAME: dns.NO_SUCH_NAME, socket.EAI_NODATA: dns.NO_ERROR}
             return question.answer(codes.get(error.errno or 0, dns.FAILED))
+        # The name exists, but has no record of that kind (RFC 2308, "NODATA").
         if question.kind not in (dns.A, dns.AAAA):
             return question.answer(dns.NO_ERROR)
         address = self.addresses.address_of(name)
@@ -145,14 +152,17 @@ class Resolver:
         """As `find`, once for all that ask within `TTL_S`; what failed is tried again."""
         lookup = self._found.get(asked)
         if lookup is None:
+            # Names that are looked up right now count as well, or a flood of new ones would have no bound.
             if len(self._found) >= MOST_NAMES:
                 raise OSError("this slot asks for too many names")
             lookup = self._found[asked] = self._lookups.spawn(self._find(asked), "look-up", awaited=True)
             lookup.add_done_callback(lambda done: self._keep(asked, done))
+        # Others ask for the same name; one that gives up ends only its own wait.
         return await asyncio.shield(lookup)
 
     def _keep(self, asked: str, found: asyncio.Future[str]) -> None:
         def drop() -> None:
+            # `forget` may have been called since, and the name be asked for anew.
             if self._found.get(asked) is found:
                 del self._found[asked]
 

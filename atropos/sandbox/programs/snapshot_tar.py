@@ -93,6 +93,7 @@ class SnapshotPacker:
 
     def pack(self, layer: int) -> None:
         """Write one layer, each folder before what is in it."""
+        # Hard links never leave a layer: inode numbers of another one may be the same.
         self._first.clear()
         todo = [LayerFolder(layer)]
         while todo:
@@ -109,6 +110,7 @@ class SnapshotPacker:
                     below.append(folder.below(name, (status.st_dev, status.st_ino)))
                 else:
                     self._pack_file(folder, name, status, fd)
+            # A stack: reversed, so that folders come in the order of their names.
             todo.extend(reversed(below))
 
     def _add(self, info: tarfile.TarInfo, content: IO[bytes] | None = None) -> None:
@@ -120,6 +122,7 @@ class SnapshotPacker:
             fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | NOFOLLOW, dir_fd=folder_fd)  # it may be a pipe by now
             with open(fd, "rb") as file:
                 info = self._describe(folder, name, status, fd)
+                # The first name carries the content, all others link to it, as tar has them.
                 if status.st_nlink > 1 and status.st_ino in self._first:
                     info.type = tarfile.LNKTYPE
                     headers = dict(info.pax_headers)
@@ -136,6 +139,7 @@ class SnapshotPacker:
             info.type, info.linkname = tarfile.SYMTYPE, os.readlink(name, dir_fd=folder_fd)
         elif stat.S_ISFIFO(status.st_mode):
             info.type = tarfile.FIFOTYPE
+        # overlayfs's whiteout: the name was removed from a lower layer.
         elif stat.S_ISCHR(status.st_mode) and status.st_rdev == 0:
             info.type = tarfile.CHRTYPE
         else:
@@ -150,6 +154,8 @@ class SnapshotPacker:
         info.pax_headers = headers
         if fd is not None:  # links and pipes can't have user attributes
             for each in os.listxattr(fd):
+                # With userxattr overlay keeps its own marks here, too (opaque folders), so that they travel with the
+                # rest.
                 if each.startswith("user."):
                     key = _XATTR + each if _PLAIN_NAME.match(each) else _XATTR_HEX + os.fsencode(each).hex()
                     headers[key] = os.getxattr(fd, each).decode("utf-8", "surrogateescape")
@@ -167,6 +173,7 @@ def _name(folder: LayerFolder, name: str, headers: dict[str, str], key: str) -> 
     start = folder
     while start.above is not None and start.depth % _SHORT_DEPTH:
         start = start.above
+    # The name then starts from that folder, which has come before it.
     if start.depth:
         headers[key] = str(start.number)
         return "/".join((*folder.path_from(start.depth), name))
@@ -175,6 +182,7 @@ def _name(folder: LayerFolder, name: str, headers: dict[str, str], key: str) -> 
 
 def _content(info: tarfile.TarInfo, file: IO[bytes], status: os.stat_result) -> IO[bytes]:
     """What follows a file's header, which gets the length of it."""
+    # As many blocks as bytes: no hole, and no need to look for one.
     if status.st_blocks * 512 >= status.st_size:
         info.size = status.st_size
         return file
@@ -272,6 +280,7 @@ class Unpacker:
             while (info := tar.next()) is not None:
                 _forget_members(tar)
                 folder, name = self._place(info.name, info.pax_headers.get(_UNDER))
+                # GNU's base 256 can say a negative number, which the calls below would take as "unchanged".
                 if info.size < 0 or info.mode < 0 or info.uid < 0 or info.gid < 0:
                     raise NotASnapshot(f"a number below zero: {info.name[:200]!r}")
                 self._make(tar, info, folder, name)
@@ -290,10 +299,12 @@ class Unpacker:
         number = parts.pop(0) if under is None else under
         starts = self._tops if under is None else self._made
         known = number.isdecimal() and int(number) < len(starts)
+        # isdecimal: int() would also take a sign, spaces and underscores.
         if not known or any(part in {"", ".", ".."} for part in parts):
             raise NotASnapshot(f"a name that is not a layer's: {path[:200]!r}")
         folder = starts[int(number)]
         for part in parts[:-1]:
+            # Only folders that this archive has made are entered, so that no link is ever on the way.
             below = self._below.get((folder, part))
             if below is None:
                 raise NotASnapshot(f"a name that leads through no folder of the archive: {path[:200]!r}")
@@ -308,6 +319,7 @@ class Unpacker:
             raise NotASnapshot("a layer that is not a folder")
         folder_fd = self._folders.open(folder)
         if info.isreg():
+            # O_EXCL: a name that comes twice fails, instead of writing into a hard link of another file.
             fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NOFOLLOW, 0o600, dir_fd=folder_fd)
             try:
                 _fill(fd, tar, info)
@@ -318,6 +330,7 @@ class Unpacker:
             there, target = self._place(info.linkname, info.pax_headers.get(_LINK_UNDER))
             if there.layer != folder.layer or not target:
                 raise NotASnapshot("a link that leaves its layer")
+            # A second cursor: the first one's descriptor, of the folder of the new name, has to stay valid.
             target_fd = self._targets.open(there)
             if not stat.S_ISREG(os.stat(target, dir_fd=target_fd, follow_symlinks=False).st_mode):
                 raise NotASnapshot(f"a hard link to what is not a file: {info.name[:200]!r}")
@@ -359,6 +372,7 @@ def _fill(fd: int, tar: tarfile.TarFile, info: tarfile.TarInfo) -> None:
     for start, size in [(0, info.size)] if sparse is None else sparse:
         if not size:
             continue  # GNU tar's older form fills its table with these
+        # Ascending and without overlap: else an archive of a few bytes could have the same part written for ever.
         if start < end or size < 0 or start + size > info.size:
             raise NotASnapshot(f"a sparse file whose parts don't fit: {info.name[:200]!r}")
         end = start + size
@@ -409,6 +423,7 @@ def main(arguments: list[str]) -> int:
         os.nice(10)
     try:
         if mode == "unpack":
+            # Reached, the allocation fails here and is answered; the kernel's killer would choose its own victim.
             resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
             resource.setrlimit(resource.RLIMIT_CPU, (_CPU_S, _CPU_S))
         if "--zstd" in layers:

@@ -79,6 +79,7 @@ def main() -> None:
     sys.path.clear()
     sys.meta_path.clear()
     _look_up_names()
+    # A collection in a fork would write to every object's header, and so copy every page.
     gc.freeze()
     spawner = Spawner(_socket.socket(fileno=0))
     try:
@@ -120,6 +121,7 @@ class Spawner:
         the pipe that tells PID 1 that this process is its parent, and PID 1."""
         self._poll = select.poll()
         self._wake, notify = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        # With poll alone, a SIGCHLD between two calls would be seen only with the next event.
         signal.set_wakeup_fd(notify, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, runner.ignore_signal)
 
@@ -132,6 +134,7 @@ class Spawner:
         self._poll.register(self._server, select.POLLIN)
         self._poll.register(self._wake, select.POLLIN)
         while True:
+            # Adopted before anything is reaped: an end is reported under the request that is known by then.
             ready = [fd for fd, _ in self._poll.poll()]
             self._adopt_entered()
             if self._wake in ready:
@@ -194,7 +197,10 @@ class Spawner:
         maker, tells, first = self._makers.pop(entered)
         self._poll.unregister(entered)
         try:
+            # It waits for its child, which is this slot's PID 1: without it that one becomes this process's
+            # (subreaper).
             signal.pidfd_send_signal(maker, signal.SIGKILL)
+            # Reaped here, so that PID 1 is told only once its parent has changed.
             os.waitid(os.P_PIDFD, maker, os.WEXITED)
         except (ProcessLookupError, ChildProcessError):  # it has ended
             pass
@@ -205,6 +211,7 @@ class Spawner:
         for fd in (entered, maker, tells):
             os.close(fd)
         try:
+            # Only asks whether it is a child of this process; WNOWAIT leaves it for `_reap`.
             os.waitid(os.P_PID, first, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:  # it ended, and bubblewrap, its parent until now, has reaped it
             if (ident := self._running.pop(first, None)) is not None:
@@ -212,6 +219,7 @@ class Spawner:
 
     def end_all(self) -> None:
         """Kill every child: the server is gone."""
+        # Ten seconds: what doesn't die by then waits in the kernel, and this process must end as well.
         for _ in range(5000):
             for pid in children_of(os.getpid()):
                 try:
@@ -254,6 +262,7 @@ class Spawner:
         os.close(go_r)
         first = b""
         try:
+            # The child is in its namespace. An id map is written from outside, by a process with power over those ids.
             if os.read(said_r, 1):
                 _map_ids(pid, request["ids"])
                 os.write(go_w, b"x")
@@ -285,19 +294,23 @@ def _child(request: StartRequest, fds: list[int], said: int, go: int) -> None:
     PID 1 enters what bubblewrap has made, and is the spawner's once bubblewrap has ended.
     """
     parent = os.getppid()
+    # The pipe is shared with the parent, which would be woken by signals of this child.
     signal.set_wakeup_fd(-1)
     link, errors, network = fds[:3]
     os.dup2(errors, 2)
     for path in request["cgroups"]:
+        # First: all that follows counts as the slot's, and PID 1 is born in its cgroup.
         tell_kernel(f"{path}/cgroup.procs", "0")
     for name, value in request["rlimits_before"].items():
         first_process.lower_limit(name, value)
+    # Taken now: the next line takes away the mount that it is found by.
     tree = syscalls.detached_mount(request["sys"])
     _own_mounts(*request["own"])
     if request["joins"]:
         syscalls.setns(fds[3], syscalls.CLONE_NEWNET)
     creator: int | None = request["creator"]
     if creator is not None:
+        # A user namespace belongs to who makes it: the kernel counts its objects towards this uid (ucounts).
         os.setresgid(creator, creator, creator)
         os.setresuid(creator, creator, creator)
     syscalls.unshare(syscalls.CLONE_NEWUSER | syscalls.CLONE_NEWPID)
@@ -311,18 +324,22 @@ def _child(request: StartRequest, fds: list[int], said: int, go: int) -> None:
     os.setresgid(0, 0, 0)
     os.setresuid(0, 0, 0)
     near, far = _socket.socketpair()
+    # For PID 1, to see bubblewrap end; by number it is not to be seen from inside its PID namespace.
     own = os.pidfd_open(os.getpid())
     first = os.fork()
     if not first:
         far.close()
         first_process.run(request, link, network, tree, own, near.fileno(), said, go)
     os.write(said, f"{first}".encode())
+    # The namespace exists since `first` was forked into it; bubblewrap's child has to be in it, too.
     pids = os.open("/proc/self/ns/pid_for_children", os.O_RDONLY)
+    # Moved up first: a target number may be one of the sources.
     high = [fcntl.fcntl(fd, fcntl.F_DUPFD, PIDS_FD + 1) for fd in (far.fileno(), pids)]
     for fd, target in ((high[0], 0), (high[0], 1), (high[0], STATUS_FD), (high[1], PIDS_FD)):
         os.dup2(fd, target)
     os.closerange(3, 4)
     os.closerange(PIDS_FD + 1, 1 << 16)
+    # After the change of ids, which clears it (prctl(2)).
     syscalls.die_with(parent)
     bwrap, *arguments = request["argv"]
     os.execve(bwrap, [bwrap, "--pidns", str(PIDS_FD), "--json-status-fd", str(STATUS_FD), *arguments], {})

@@ -140,6 +140,7 @@ class _ElsewhereFirst:
 
     @staticmethod
     def find_spec(name, path=None, target=None):
+        # Parts of packages come from where the package is (path), built-in modules from no file.
         if path is not None or name in sys.builtin_module_names:
             return None
         if name in _STARTED:
@@ -149,12 +150,14 @@ class _ElsewhereFirst:
                 raise _NotFound("there is no " + name, name=name)
             return spec
         agents = [each for each in sys.path if _is_the_agents(each)]
+        # `python program.py` on a folder of that name would run its __main__.py (runpy).
         if name == "__main__" and agents and agents[0] == sys.path[0] and agents[0].endswith(".py"):
             raise _NotFound("__main__ of a folder in the place of a program", name=name)
         if _work_imports():
             return None
         if name in _own:
             return _put_there(name, agents)
+        # A module of the agent's named as one of the library's (random.py) would be run by every tool.
         spec = PathFinder.find_spec(name, _stdlib, target)
         if spec is not None:
             return spec

@@ -31,9 +31,11 @@ class Core:
     async def aclose(self) -> bool:
         """End every lease, stop every sandbox, undo the host. False when something could not be confirmed gone."""
         state = self.state
+        # Leases before snapshots: they stand on their layers.
         stopped = await self.leasing.aclose()
         for snapshot_id in list(state.snapshots.by_id):
             self.layers.drop_snapshot(snapshot_id)
+        # After the leases, so that clients still hear how these ended.
         state.clients.close()
         await state.tasks.settle(CLOSE_S, CLOSE_S)
         await state.host.aclose()

@@ -61,7 +61,9 @@ class Server:
             ConfigError: the address can't be listened on.
             IsolationUnavailable: the host can't do what is promised or required.
         """
+        # Before the set-up, which a signal must not break off halfway.
         self._handle_signals()
+        # The port is bound before the host is set up: a wrong address costs nothing. It answers only once it is ready.
         with listen(self._config.host, self._config.port) as listener:
             self.port = int(listener.getsockname()[1])
             return await self._serve(listener, self._make_host())
@@ -73,6 +75,7 @@ class Server:
         probing = tasks.spawn(host.probe(), "probe", awaited=True)
         site = contextlib.AsyncExitStack()
         try:
+            # Beside the probe: the first leases find their sandboxes started.
             core.leasing.warm_pool.fill()
             # Loading the HTTP library takes as long as starting a slot, so the one is done beside the other.
             listening = await asyncio.to_thread(import_module, "atropos.sandbox.server.http.listening")
@@ -85,6 +88,7 @@ class Server:
             await self._until_stopped(core)
             await self._drained(core)
         finally:
+            # It would end leases while they are being ended.
             upkeep.cancel()
             await outlive(self._close(core, probing, site))
         return 0 if self._clean and not core.leasing.broken else 1
@@ -93,6 +97,7 @@ class Server:
         self, core: Core, probing: asyncio.Task[Sequence[Feature]], site: contextlib.AsyncExitStack
     ) -> None:
         """End everything; the site last, so that clients are notified and calls are answered."""
+        # Waited for, not cancelled: its throw-away sandbox is to be stopped in order.
         await asyncio.wait([probing])
         if not probing.cancelled():
             probing.exception()  # retrieved, so that asyncio logs nothing: an earlier error is what is raised
@@ -107,6 +112,7 @@ class Server:
         assert self.core is not None
         now = asyncio.get_running_loop().time()
         end_by = now + (self._config.drain_s if deadline_s is None else deadline_s)
+        # A second SIGTERM, or a shorter deadline, brings the end forward; nothing puts it off.
         self._end_by = end_by if self._end_by is None else min(self._end_by, end_by)
         self.core.leasing.drain(self._end_by - now)
         self._stop.set()
@@ -162,6 +168,7 @@ class Server:
         """Until a signal, until a broken server has lost its last lease, or until it was unattended for too long."""
         loop, limit_s = asyncio.get_running_loop(), core.state.config.unattended_s
         attended_at = loop.time()
+        # Half a second: neither a broken server's last lease nor a lack of clients sets an event.
         while not await set_within(self._stop, 0.5):
             if core.leasing.broken and not core.state.runs:
                 return

@@ -27,9 +27,11 @@ async def pulse(core: Core) -> None:
     forgotten_at = state.now()
     while True:
         tick = _tick_s(state)
+        # The real clock, not `state.now`, from which such gaps are taken out.
         began = time.monotonic()
         state.short_ttl.clear()
         await set_within(state.short_ttl, tick)
+        # An event that came early makes it negative, which is not late.
         late = time.monotonic() - began - tick
         if late > ASLEEP_S:
             log.warning("the server did not run for %.1f s; leases are extended by that time", late)
@@ -39,6 +41,7 @@ async def pulse(core: Core) -> None:
             if state.now() - forgotten_at > FORGET_EVERY_S:
                 forgotten_at = state.now()
                 forget(core)
+        # Upkeep must go on: without it no lease would ever end again.
         except Exception:
             log.exception("upkeep failed")
 
@@ -51,6 +54,7 @@ def beat(core: Core) -> None:
             stream.abort(f"nothing came for {stream.silent_s:.1f} s")
         elif stream.paused and stream.client is not None:
             state.table.seen(stream.client.client_id, state.now())
+    # After the streams: those that are paused have renewed their client's leases just now.
     for held in state.table.due(state.now()):
         core.leasing.end(held, LeaseExpired.code, f"the lease was not renewed for {held.request.ttl_s:g} s")
 

@@ -95,6 +95,7 @@ class WarmPool:
             return
         for kind, count in zip(self._kinds, self._wanted(), strict=True):
             for _ in range(count + len(kind.waiting) - len(kind.ready) - len(kind.starts)):
+                # Each end looks again: a failed start is replaced, and the target may have changed meanwhile.
                 kind.starts.spawn(self._start_one(kind), "start").add_done_callback(lambda _: self.fill())
             while len(kind.ready) > count + RECENT // 4:  # the requests changed
                 self.drop(kind.ready.popleft(), "its kind is no longer requested")
@@ -103,6 +104,7 @@ class WarmPool:
         """How many without and with a network there should be, by the latest requests."""
         total = self._target()
         recent = self._recent or (self._unasked,)
+        # True counts as one.
         with_network = round(total * sum(recent) / len(recent))
         return total - with_network, with_network
 
@@ -170,6 +172,8 @@ class WarmPool:
             async with self._slots:
                 if self._closed:
                     return
+                # Once more: waiting for a place is no part of the start that may count as a failure.
+                # Again: the wait for a place is no part of the start that may fail.
                 began = time.monotonic()
                 sandbox = await self._host.start(f"s{next(self._names)}", network=kind.network)
         except Exception as error:
@@ -179,6 +183,7 @@ class WarmPool:
                 self._failed(kind, error)
             await asyncio.sleep(max(0.0, kind.paused_until - time.monotonic()))
             return
+        # One success proves that the host can.
         kind.failures = 0
         self.started += 1
         self._put(kind, sandbox)
@@ -213,6 +218,7 @@ class WarmPool:
                 future.set_result(sandbox)
                 return
         kind.ready.append(sandbox)
+        # A dead one is replaced before a lease meets it.
         sandbox.died.add_done_callback(lambda _: self._discard_dead(kind, sandbox))
 
     def _discard_dead(self, kind: _Kind, sandbox: Sandbox) -> None:

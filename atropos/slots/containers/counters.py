@@ -103,7 +103,9 @@ class Counters:
 
     def failed(self, error: BaseException) -> str:
         """Count a failure; its code."""
+        # Inside `measure` an acquire's limit is still a bare TimeoutError; `SlotPool.acquire` words it later.
         code = AcquireTimeout.code if isinstance(error, TimeoutError) else code_of(error)
+        # A ConfigError is the caller's own, and a cancellation is nobody's failure: neither is a fault to alert on.
         if isinstance(error, SandboxError | TimeoutError):
             self.faults[code] += 1
         return code

@@ -69,6 +69,7 @@ class Seat:
     @property
     def unaccounted(self) -> bool:
         """Whether some room is neither free nor this pool's: another client's, warming, or of a lost answer."""
+        # Asked this way round because subtraction of `Resources` stops at zero and would hide a surplus.
         return not self.capacity.fits(self.free + self.reserved_room + self.leased_room + self.retired_room)
 
     def has_room(self, room: Resources) -> bool:
@@ -134,6 +135,7 @@ class Ticket:
 
     def comes_after(self, other: Ticket) -> bool:
         """Whether it gives way to the other one; a pinned one doesn't, as it can be served nowhere else."""
+        # By number alone: with loads, which change all the time, two large tickets could displace each other forever.
         return self.pin is None and self.seq > other.seq
 
 
@@ -167,6 +169,7 @@ class Fleet:
     _kept: set[Seat] = field(default_factory=set[Seat])
     _grown: set[Seat] = field(default_factory=set[Seat])
     """Containers that got more room while some were kept, and those that are kept no more."""
+    # A heap of containers that may have room, lowest index first; those that have none are popped when met.
     _open: list[tuple[int, str, int, Seat]] = field(default_factory=list[tuple[int, str, int, Seat]])
     _lines: dict[Share, list[tuple[int, Ticket]]] = field(default_factory=dict[Share, "list[tuple[int, Ticket]]"])
     """Acquires of each share that any container could serve: heaps by their numbers, which the withdrawn leave
@@ -230,6 +233,7 @@ class Fleet:
             self._set_free(seat, NOTHING)
             seat.open = False
             self.ready -= 1
+        # Whether it was open or not: a large lease must not wait for room that will never come free here.
         self._put_back(seat)
         stranded = self._pinned.pop(seat, [])
         for ticket in stranded:
@@ -258,6 +262,8 @@ class Fleet:
             raise ValueError("the ticket is already waiting")
         ticket.waiting = True
         ticket.seat = None
+        # A refused grant held room until now; counted on, it would put its own share behind the others.
+        # A grant whose container was lost still holds its room; nothing has undone that reservation.
         ticket.share.let_go(ticket)
         if ticket.pin is None:
             self.waiting += 1
@@ -268,6 +274,7 @@ class Fleet:
 
     def missed(self, seat: Seat) -> Resources:
         """What this container's next waiter wants, where the container is thought to have less free."""
+        # In the order in which `match` would serve them.
         line = [seat.kept_for, self._first_pinned(seat), self._next()]
         room = next((ticket.room for ticket in line if ticket is not None), NOTHING)
         return NOTHING if room.fits(seat.free) else room
@@ -307,6 +314,7 @@ class Fleet:
 
     def match(self) -> Iterator[Ticket]:
         """Give free room to those whose turn it is; each yielded ticket has its `seat`, where its room is reserved."""
+        # Only where something grew: without new room no kept container can serve its ticket.
         if self._grown:
             yield from self._match_kept()
         yield from self._match_others()
@@ -320,6 +328,7 @@ class Fleet:
                 (seat.kept_for.seq, seat.kept_for, seat) for seat in self._kept if seat.kept_for is not None
             )
             for seq, ticket, seat in reserved:
+                # Older tickets go first, or a large one that came later would take room that they could use.
                 yield from self._match_others(before=seq)
                 if (room := self._room_for_kept(ticket, seat)) is not None:
                     self._unkeep(seat)
@@ -338,6 +347,7 @@ class Fleet:
                 heapq.heappop(self._lines[ticket.share])
                 unplaced.append(ticket)  # no container can be kept for it now, so others need not wait
                 continue
+            # A fork can go nowhere else, and competes with the common line here by its rank like everyone.
             pinned = self._first_pinned(seat)
             if (
                 pinned is not None
@@ -348,11 +358,13 @@ class Fleet:
             else:
                 heapq.heappop(self._lines[ticket.share])
             if seat.kept_for is not None and not seat.has_room(ticket.room):
+                # `_place` chose a container that is kept for a later ticket, which goes back in line.
                 self._put_back(seat)
             if ticket.room.fits(seat.free):
                 yield self._reserve(ticket, seat)
             else:
                 self._keep(seat, ticket)
+        # Only now: put back at once, they would be met again by `_next` in the same loop without end.
         for ticket in unplaced:
             self._put_in_line(ticket)
         for seat in [seat for seat in self._pinned if seat.free]:
@@ -383,6 +395,8 @@ class Fleet:
 
     def joined(self, seat: Seat, ticket: Ticket) -> None:
         """A lease joined another one, which has the room of both."""
+        # No room is added: the joined lease reserved it ahead (`LeaseLimits.members`).
+        # No room is added: the joined lease reserved it ahead (`LeaseLimits.members`).
         seat.leased += 1
         ticket.share.hold(ticket)
 
@@ -398,6 +412,7 @@ class Fleet:
 
     def abandon_reservation(self, ticket: Ticket) -> None:
         """A reservation ended without an answer; its room counts as taken until the container says otherwise."""
+        # It stays out of `free`, too: the server may have granted the lease, and two acquires must not count on it.
         self._unreserve(ticket)
 
     def returned(self, seat: Seat, room: Resources, *, clean: bool, now: float) -> None:
@@ -405,6 +420,7 @@ class Fleet:
 
         Unless its slot is `clean`, its room counts as taken until the container says otherwise.
         """
+        # The container is gone or was connected to anew: its counts of then are not those of now.
         if self.seats.get(seat.key) is not seat:
             return
         seat.leased -= 1
@@ -415,13 +431,19 @@ class Fleet:
 
     def counted(self, seat: Seat, free: Resources) -> None:
         """The container's own count of what is free, grants under way among it or not: the smaller is believed."""
+        # The answer can't say which grants under way it includes; too small a count is corrected by the next poll,
+        # too large a one costs a refused request.
+        # The answer can't say which grants under way it includes. Too small a count is corrected by the next poll, too
+        # large a one costs a refused request.
         self._set_free(seat, free - seat.reserved_room)
+        # Slots that retired since have taken room for good: the large lease would wait here for nothing.
         if seat.kept_for is not None and seat.kept_for.pin is None and not seat.can_hold(seat.kept_for.room):
             self._put_back(seat)
 
     # --------------------------------------------------------------------------------------------------- inside
 
     def _set_free(self, seat: Seat, free: Resources) -> None:
+        # A late answer must not give room back to a container that is closing.
         if not seat.open:
             return
         # the container's count may be older than leases that it has granted since
@@ -480,6 +502,7 @@ class Fleet:
             self.waiting_room -= ticket.room
 
     def _put_in_line(self, ticket: Ticket) -> None:
+        # By number and not by rank: within a share all loads are equal, and a heap's keys must not change.
         heapq.heappush(self._lines.setdefault(ticket.share, []), (ticket.seq, ticket))
 
     def _unpin(self, ticket: Ticket, seat: Seat) -> None:
@@ -489,6 +512,7 @@ class Fleet:
             del self._pinned[seat]
 
     def _first_pinned(self, seat: Seat, before: float = math.inf) -> Ticket | None:
+        # A scan, where the common line has heaps: tickets of several shares compete here by loads that change.
         line = (ticket for ticket in self._pinned.get(seat, ()) if ticket.seq < before)
         return min(line, key=lambda ticket: ticket.rank, default=None)
 
@@ -510,11 +534,13 @@ class Fleet:
 
         That may be one which is kept for a later ticket.
         """
+        # The usual lease: the heap answers in O(log n). A large one has to look at all containers.
         if ticket.room.fits(self.slot_room):
             return self._lowest()
         roomy = (entry for entry in self._open if entry[3].has_room(ticket.room))
         if (best := min(roomy, default=None)) is not None:
             return best[3]
+        # Best to keep: one that is kept for nobody, then the one with most free slots, then the lowest index.
         fitting = (seat for seat in self.seats.values() if seat.open and seat.can_hold(ticket.room))
         may = (seat for seat in fitting if seat.kept_for is None or seat.kept_for.comes_after(ticket))
         return max(
@@ -526,6 +552,7 @@ class Fleet:
             seat = self._open[0][3]
             if seat.open and seat.has_room(self.slot_room):
                 return seat
+            # Its entry is stale; `_set_free` pushes a new one as soon as room comes back.
             seat.queued = False
             heapq.heappop(self._open)
         return None

@@ -70,6 +70,7 @@ class Keeper:
         self._wanted_at = self._state.now()
         while True:
             await self._backend.changed()
+            # CPU time and not wall time: on a busy machine the pause would grow with other programs' work.
             began = time.thread_time()
             self.reconcile()
             self._state.changed()
@@ -81,6 +82,7 @@ class Keeper:
         Unknown is not empty: a failed poll leaves `containers()` as it was.
         """
         listed = {container.id: container for container in self._backend.containers()}
+        # Ending containers don't count: their replacement is asked for while they still drain.
         self._seen = sum(container.state in {"starting", "running"} for container in listed.values())
         for key, link in list(self._links.items()):
             container = listed.get(key)
@@ -89,6 +91,7 @@ class Keeper:
             else:
                 link.container = container
                 if container.state == "ending":
+                    # Its leases go on; only new ones would be cut off when it ends.
                     link.close()
         now = self._state.now()
         for key, container in listed.items():
@@ -99,7 +102,10 @@ class Keeper:
                 and key not in self._links
                 and (due is None or due <= now)
             ):
+                # A condemned container has had its full time before; it is tried again in case only the engine was
+                # away.
                 self._connect(container, self._state.config.start_timeout_s if due is None else RELINK_S)
+        # What the backend no longer lists is forgotten, so that neither table grows with the pool's life.
         self._condemned = {key: due for key, due in self._condemned.items() if key in listed and due > now}
         self._left = {key: names for key, names in self._left.items() if key in listed}
         self._state.replan()
@@ -113,6 +119,7 @@ class Keeper:
         try:
             async with asyncio.timeout(patience_s):
                 await link.connect()
+                # Before it joins: a fork could otherwise be sent to a snapshot that is about to go.
                 await self._drop_old_snapshots(link)
                 status = await link.client.status()
         except TimeoutError:
@@ -120,12 +127,15 @@ class Keeper:
             return
         except (SandboxError, ConfigError) as error:
             if isinstance(error, IsolationUnavailable | ConfigError):
+                # Every container comes from one configuration, so that the next one will most likely be refused, too.
                 self._state.refuse(error)
             await self._condemn(link, f"the sandbox server did not become usable: {error}")
             return
         link.join(status)
         await link.client.lost.wait()
+        # `lose` of another path has dropped it already, and may have connected to its successor.
         if link.gone is None:
+            # Its leases end here in any case: a restarted server has another boot_id and knows none of them.
             self._drop(link, "the sandbox server is gone or does not answer")
             if link.container.state == "running":  # it may have been restarted in place
                 self._connect(link.container, RELINK_S)
@@ -139,6 +149,7 @@ class Keeper:
                 logging.DEBUG if never_joined else logging.INFO, "container %s is gone: %s", link.container.id, reason
             )
         if link.snapshots:
+            # Before `lose`, which clears the link's own set.
             self._left.setdefault(link.container.id, set()).update(each.id for each in link.snapshots)
         link.lose(reason)
         self._state.serve()
@@ -165,6 +176,7 @@ class Keeper:
         except (SandboxError, NotImplementedError) as error:
             self.trouble = f"container {link.container.id} could not be replaced: {error}"
             log.log(self._refusal_level, "%s", self.trouble)
+            # NotImplementedError: the backend can't replace single containers, now or later; it stays condemned.
             if isinstance(error, SandboxError):
                 self._condemned[link.container.id] = self._state.now() + ASK_AGAIN_S
 
@@ -183,6 +195,7 @@ class Keeper:
     @property
     def containers(self) -> int:
         """Asked for or seen, and not ending."""
+        # Seen may lag behind what was asked for, and exceeds it where another pool of the job needs more.
         return max(self._seen, self.asked)
 
     def _scaling_state(self) -> PoolState:
@@ -209,9 +222,11 @@ class Keeper:
     def _needed(self) -> int:
         """The number of containers up to the highest index in use; all of them while acquires wait."""
         fleet = self._state.fleet
+        # Nothing shrinks while an acquire waits, whichever container it will get.
         if fleet.wanted_slots:
             return self.containers
         limit = self._state.now() - self._limits.idle_s
+        # Backends end the highest index first: all below one that is in use have to stay.
         busy = (seat.index + 1 for seat in fleet.seats.values() if seat.busy or seat.idle_since > limit)
         return max(busy, default=0)
 
@@ -219,12 +234,15 @@ class Keeper:
         """Scale the backend as `plan` decides, until cancelled; refusals are logged and retried with back-off."""
         backoff = Backoff(*REFUSED_S)
         while True:
+            # Before the state is read, so that a change during the awaits below plans once more.
             self._state.demand.clear()
+            # No event comes when a condemned container is due again: the clock alone says so.
             if self._reconnect_in_s == 0:
                 self.reconcile()
             if self._state.fleet.wanted_slots:
                 self._wanted_at = self._state.now()
             situation = self._scaling_state()
+            # Before scaling: a closed container's slots no longer count when the target is decided.
             await self._replace_worn(situation)
             decided = plan(situation, self._limits)
             grow = decided.target > self.containers or self._missing(decided.target)
@@ -239,6 +257,7 @@ class Keeper:
                     self._state.replan()
             elif not self._condemned:
                 self.trouble = ""
+            # A quarter of the idle time: a container is closed at most that much later than it could be.
             pause_s = min(ASK_AGAIN_S, max(0.05, self._limits.idle_s / 4), self._reconnect_in_s)
             if await set_within(self._state.demand, pause_s):
                 await asyncio.sleep(0)  # acquires of the same turn of the loop are planned for together
@@ -252,6 +271,7 @@ class Keeper:
                 seat.retired,
                 seat.slots,
             )
+            # By key: a worn container that loses its connection and comes back is still worn.
             self._worn.add(seat.key)
             self._links[seat.key].close()
         self._worn &= self._links.keys()
@@ -270,12 +290,14 @@ class Keeper:
             log.log(level, "%d containers are requested (%d before): %s", count, self.containers, reason)
         before = self.asked
         self.asked = count
+        # Set before the request: `scale` may take longer than ASK_AGAIN_S, and must not be repeated for that.
         self._asked_at = self._state.now()
         if count > before:
             self._wanted_at = self._asked_at
         try:
             await self._backend.scale(count)
         except BaseException:
+            # BaseException: a cancelled request may or may not have reached the engine; asking again does no harm.
             self.asked = before
             raise
         self.trouble = ""
@@ -286,6 +308,7 @@ class Keeper:
         links = [link for link in self._links.values() if link.seat.index >= target]
         for link in links:
             if not await self._unused(link):
+                # Its use by others counts like this pool's own, and postpones the next question by `idle_s`.
                 link.seat.used(self._state.now())
                 return False
         return not any(link.seat.busy for link in links)  # the first may have been leased from meanwhile

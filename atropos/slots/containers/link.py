@@ -94,6 +94,7 @@ class ContainerLink:
     ) -> None:
         self.state = state
         self.container = container
+        # A client for each link: after a loss, a new link has its own connection, leases and boot_id.
         self.client = make_client(container, self._lease_ended, self._capacity)
         self.seat = Seat(container.id, container.index)
         self.slots: dict[str, LeasedSlot] = {}
@@ -104,6 +105,7 @@ class ContainerLink:
         self._condemn = condemn
         self._polling: asyncio.Task[None] | None = None
         self._poll_again = asyncio.Event()
+        # While it is expected, a failure elsewhere is not final for the acquires that wait (`SharedState.hopeless`).
         state.fleet.expect(self.seat)
 
     def __repr__(self) -> str:
@@ -128,6 +130,7 @@ class ContainerLink:
                     raise
                 log.debug("container %s can't be reached yet: %s", self.container.id, error)
             await asyncio.sleep(backoff.failed())
+        # After each connection, not once a pool: containers of a shared job may come from other settings.
         await self._check()
 
     async def _check(self) -> None:
@@ -157,10 +160,12 @@ class ContainerLink:
             self.seat, slots=status.slots, free=status.room, now=state.now(), architecture=self.architecture
         )
         self.seat.count_retired(status.retired, status.retired_room)
+        # Other clients' leases, or slots that still warm up: neither announces its end to this pool.
         if self.seat.unaccounted:
             state.doubt(self.container.id)
         if status.draining:
             self.close()
+        # A usable container proves that the configuration can be met, whatever an earlier one lacked.
         state.accept()
         state.serve()
         state.replan()
@@ -180,6 +185,7 @@ class ContainerLink:
         """End its leases: the container is gone."""
         if self.gone is not None:
             return
+        # First: the callbacks below may come back here, and grants under way look at it.
         self.gone = reason
         state = self.state
         state.trust(self.container.id)
@@ -187,14 +193,17 @@ class ContainerLink:
             slot.end(SlotLost(f"slot {slot.name} of container {self.container.id} is lost: {reason}"))
             slot.ticket.share.end(slot.ticket, state.now())
         state.counters.lost_leases(len(self.slots))
+        # Those that never joined, and those that `stop` ends, were not lost.
         if self.seat.key in state.fleet.seats and state.phase == "running":
             state.counters.lost_container()
         self.slots.clear()
         self.snapshots.clear()
         for ticket in state.fleet.leave(self.seat):
             state.wake(ticket)
+        # In the background: `lose` runs in callbacks, and closing may wait for a host that doesn't answer.
         state.tasks.spawn(self._close_client(reason), f"close {self.container.id}")
         for task in (self.task, self._polling):
+            # `lose` may run inside one of them; cancelling itself would end the clean-up halfway.
             if task is not None and task is not asyncio.current_task():
                 task.cancel()
 
@@ -212,6 +221,7 @@ class ContainerLink:
                 return
             try:
                 result = await self.client.release(lease)
+            # The server knows no such lease: it is over, and its slot was reset without us.
             except (LeaseExpired, SlotLost):
                 self._returned(lease, None)
                 return
@@ -222,6 +232,7 @@ class ContainerLink:
             self.state.counters.released(result)
             self._returned(lease, result)
             return
+        # Its slot would stay leased until the TTL, and whoever can't be told to release can't be told anything else.
         await self.condemn(f"slot {lease.slot} could not be given back")
 
     def _returned(self, lease: wire.Lease, result: wire.ReleaseResult | None) -> None:
@@ -232,8 +243,10 @@ class ContainerLink:
         state.counters.returned()
         slot.ticket.share.end(slot.ticket, state.now(), result)
         state.fleet.returned(self.seat, slot.ticket.room, clean=clean, now=state.now())
+        # Retired, or reset without an answer: the container alone knows what it has now.
         if not clean:
             self.recount()
+        # A closed container may have become empty, and so replaceable.
         if not self.seat.open:
             state.replan()
         state.serve()
@@ -253,6 +266,7 @@ class ContainerLink:
 
     def _capacity(self, room: Resources) -> None:
         """A slot came free in a container that had refused."""
+        # The stream may deliver it before `join`, which takes the count from the server's status.
         if self.gone is None and self.seat.key in self.state.fleet.seats:
             self.state.fleet.counted(self.seat, room)
             self.state.serve()
@@ -267,6 +281,7 @@ class ContainerLink:
             return
         if self._polling is None or self._polling.done():
             self._polling = self.state.tasks.spawn(self._poll(wait=wait), f"count {self.container.id}")
+        # The poll that sleeps is woken; one that is to pause first changes nothing for it.
         elif not wait:
             self._poll_again.set()
 
@@ -285,6 +300,7 @@ class ContainerLink:
             if wait:
                 await set_within(self._poll_again, backoff.failed())
             wait = True
+            # Before the request, so that a wish that comes while the answer is on the way leads to one more.
             self._poll_again.clear()
             try:
                 status = await self.client.status()

@@ -66,8 +66,10 @@ def plan(state: PoolState, limits: Limits) -> Plan:
     target = min(state.containers + lacking, limits.max_containers)
     if target > state.containers:
         return Plan(target, f"{state.waiting} slots waited for, {coming} coming")
+    # After growth by demand, whose target may be higher than the minimum.
     if state.containers < limits.min_containers:
         return Plan(limits.min_containers, "below min_containers")
+    # Never while containers are still coming: the engine ends the highest index, which may be the one that starts.
     if state.waiting == 0 and state.ready + state.closing + state.late >= state.containers:
         target = max(limits.min_containers, state.needed)
         if target < state.containers:

@@ -107,6 +107,8 @@ class Share:
         self.secrets: tuple[EgressSecret, ...] = ()
         self.held_mib = 0
         self.snapshots: set[Kept] = set()
+        # Two sets: an acquire counts towards quotas while it waits, but holds room (and loses its turn) only with a
+        # grant.
         self._held: set[Claim] = set()
         self._claims: set[Claim] = set()
         self._used: dict[str, Usage] = {}
@@ -133,6 +135,7 @@ class Share:
         Raises:
             QuotaReached: one is used up.
         """
+        # All checks come before anything is counted, so that a refused acquire leaves no trace.
         self._check("slots", 1)
         self._check("memory_mib", claim.room.memory_mib)
         self._check("cpu", claim.cpu)
@@ -162,6 +165,7 @@ class Share:
         self._living()  # forgets those that are lost
         self._check("snapshots", 1)
         if stays:
+            # What the snapshot will hold is known once it exists; one MiB asks whether anything is left.
             self._check("disk_mib", 1)
 
     def quota_use(self) -> list[QuotaUse]:
@@ -197,10 +201,12 @@ class Share:
 
     def _check_egress(self) -> None:
         most = self.quotas.egress_mib
+        # `>=`, not `_check`: nobody knows ahead how much a lease will move, and 0 more would pass at the bound.
         if most is not None and self._used_of("egress_mib") >= most:
             raise QuotaReached(f"quota egress_mib (a day): {most} of {most} MiB are used")
 
     def _living(self) -> set[Kept]:
+        # A lost container ends its snapshots without a call to this share.
         self.snapshots = {each for each in self.snapshots if each.places}
         return self.snapshots
 
@@ -208,6 +214,7 @@ class Share:
         return -(-sum(each.info.bytes for each in self._living()) // _MIB)
 
     def _today(self) -> _Day:
+        # Wall-clock time: a quota a day is a promise to people, and the monotonic clock has no midnight.
         number = int(time.time() // _DAY_S)
         if self._day.number != number:
             self._day = _Day(number)
@@ -217,6 +224,7 @@ class Share:
 
     def hold(self, claim: Claim) -> None:
         """Room is reserved for an acquire."""
+        # A ticket is held at its reservation and again when that becomes a lease.
         if claim not in self._held:
             self._held.add(claim)
             self.held_mib += claim.room.memory_mib
@@ -233,6 +241,7 @@ class Share:
         if claim not in self._claims:
             return
         self._claims.discard(claim)
+        # An acquire that got no slot used nothing.
         if claim.granted_at is None:
             return
         used = self._used_under(claim.image)
@@ -241,6 +250,7 @@ class Share:
         if result is not None:
             used.cpu_s += result.cpu_s or 0.0
             used.egress_bytes += result.egress_bytes
+            # Counted on the day on which the lease ends: the server tells its bytes only then.
             self._today().egress_bytes += result.egress_bytes
 
     def _used_under(self, image: str) -> Usage:

@@ -68,6 +68,7 @@ class SharedState:
 
     def enter(self, phase: Phase) -> None:
         """The pool's life goes on."""
+        # A waiting `start` reads the phase anew, hence the news.
         self.phase = phase
         self.news.set()
 
@@ -89,6 +90,7 @@ class SharedState:
 
     def doubted(self) -> Iterator[str]:
         """The containers to poll; each is doubted no more."""
+        # Popped one by one: a poll that is started here may doubt the same container again.
         while self._doubtful:
             yield self._doubtful.pop()
 
@@ -102,6 +104,8 @@ class SharedState:
         try:
             yield self._waiters[ticket]
         except BaseException:
+            # A cancellation may arrive after room was reserved: then the ticket has left the line, but has a seat.
+            # A cancellation may come after room was reserved: then the ticket has left the line, but has a seat.
             self.fleet.withdraw(ticket)
             if ticket.seat is not None:
                 self.fleet.cancel_reservation(ticket)
@@ -122,6 +126,8 @@ class SharedState:
 
     def wake(self, ticket: Ticket) -> None:
         """An acquire stops waiting: room is reserved for it, or its only possible container takes no leases."""
+        # Resolved through a future and not an event: a ticket is woken once, by whichever of several reasons comes
+        # first.
         future = self._waiters[ticket]
         if not future.done():
             future.set_result(None)
@@ -167,11 +173,13 @@ class SharedState:
 
     def failure(self) -> Exception | None:
         """Why no container will ever be usable; None while one may be."""
+        # In the order of finality: a broken loop never recovers, a refusal ends with the next good container.
         return self._broken or self.backend.failure() or self._refusal
 
     def hopeless(self) -> Exception | None:
         """Why no waiting acquire can be served; None while a container or the engine may still serve one."""
         failure = self.failure()
+        # A container that can be leased from may still serve the line, however the engine is.
         if failure is None or self.fleet.ready:
             return None
         return failure if self.outage() or not self.fleet.expected else None

@@ -49,6 +49,7 @@ class LeaseTerms:
     def request(self, image: str | None, joins: wire.Joining | None = None) -> wire.LeaseRequest:
         """To one container, under a new id."""
         return wire.LeaseRequest(
+            # A new id for each attempt: after an answer that was lost, the old id may be a lease that nobody holds.
             lease_id=secrets.token_hex(16),
             client_id=self.client_id,
             trajectory_id=self.trajectory_id,
@@ -72,6 +73,7 @@ class Grants:
         self._images = images
         self._limits_noted: set[str] = set()
         """The last logged limit that slots lack."""
+        # Weak values: the entry goes with the grant's task, so that a container that ended leaves nothing behind.
         self._last = WeakValueDictionary[ContainerLink, asyncio.Task[Slot | None]]()
         """The latest grant under way in each container."""
 
@@ -82,10 +84,14 @@ class Grants:
             TimeoutError: no slot came free in time.
         """
         ticket = self._ticket(terms, image)
+        # Before the image is prepared and before the wait: a client over its quota shall neither pull nor stand in
+        # line.
+        # Before the image is prepared and before the wait: a client over its quota shall neither pull nor wait.
         ticket.share.claim(ticket)
         try:
             return await self._on_image(terms, image, ticket, timeout_s)
         except BaseException:
+            # BaseException: a cancelled acquire counts towards the quotas no longer, either.
             ticket.share.end(ticket, self._state.now())
             raise
 
@@ -98,6 +104,7 @@ class Grants:
             name = None if image is None else await self._images.ready_in(link, image)
             request = terms.request(name, joins)
             lease = await link.client.acquire(request)
+            # The container may have been lost while its answer was on the way; nothing would end this lease any more.
             if link.gone is not None:
                 raise SlotLost(f"container {link.container.id} is lost: {link.gone}")
         except BaseException:
@@ -118,6 +125,7 @@ class Grants:
         config = self._state.config
         limits = config.limits if terms.limits is None else config.limits_of(terms.limits)
         ticket = self._state.fleet.ticket(room=config.room(terms.limits), share=terms.share)
+        # A fork's use counts under the image that its snapshot started from, or forking would hide what a client uses.
         ticket.image = terms.snapshot.ticket.image if terms.snapshot is not None else image or terms.base or BASE
         ticket.cpu, ticket.disk_mib, ticket.network = limits.cpu_quota or 0.0, limits.disk_mib, terms.network
         return ticket
@@ -130,6 +138,7 @@ class Grants:
         while True:
             known = {*self._links}
             try:
+                # Not before the loop: each round asks the containers that have come since.
                 name = await self._images.ready(image, ticket.room)
             except SlotLost:  # by others, which the lease waits for
                 name = await self._images.ready(image, ticket.room)
@@ -147,7 +156,9 @@ class Grants:
         started = state.now()
         async with self._measured(ticket, snapshot, timeout_s):
             while True:
+                # Each round, since `stop` fails only the tickets that are in line at that moment.
                 state.require_running()
+                # Also each round: a snapshot may have got copies, and an image may have become ready elsewhere.
                 ticket.pin = self._pin(ticket.room, snapshot, image)
                 request = terms.request(image)  # a request that can't be made reserves nothing
                 link = await self._seat(ticket)
@@ -175,6 +186,7 @@ class Grants:
                 counters.acquire.observe(seconds, "cold" if ticket.waited else "warm", result)
 
         with counters.measure(observe), tracing.span("acquire slot", atropos__fork=snapshot is not None):
+            # Not asyncio.timeout: a stall of this process would end acquires whose slot had come meanwhile.
             async with Allowance(timeout_s).once():
                 yield
 
@@ -186,10 +198,13 @@ class Grants:
         state = self._state
         with state.in_line(ticket) as served:
             state.serve()
+            # `serve` may have found room at once, or (not done, no seat) none.
             if ticket.seat is None and not served.done():
                 ticket.waited = True
                 self._look_for_room(ticket)
             await served
+        # By identity below: a container that was connected to anew has the same key, but another seat with its own
+        # counts.
         link = None if ticket.seat is None else self._links.get(ticket.seat.key)
         return link if link is not None and link.seat is ticket.seat else None
 
@@ -215,10 +230,12 @@ class Grants:
         except PoolFull as error:
             state.fleet.refused(ticket, free=error.room)
             link.recount(wait=True)
+            # It refuses although it reports room: the next try would come at once, and be refused again.
             if ticket.room.fits(error.room):
                 await asyncio.sleep(REFUSED_S)
             return None
         except SandboxError as error:
+            # A fork whose only container is lost can't be served anywhere; any other lease tries the next container.
             nowhere_else = snapshot is not None and {*snapshot.places} <= {link}
             if not error.retryable or (isinstance(error, SlotLost) and nowhere_else):
                 state.fleet.cancel_reservation(ticket)
@@ -231,6 +248,7 @@ class Grants:
         except BaseException:  # whether it was granted is unknown
             state.fleet.abandon_reservation(ticket)
             raise
+        # No reservation is undone: `leave` has forgotten all of the container's.
         if link.gone is not None:  # the lease has ended with its container
             return None
         state.fleet.granted(ticket)
@@ -255,6 +273,7 @@ class Grants:
             self._state.fleet.cancel_reservation(ticket)
             self._state.serve()
             home = snapshot.pin(ticket.room)
+            # Room comes back, and so the acquire waits; anything else would fail in the same way again and again.
             if isinstance(error, PoolFull) or home is None or ticket.room.fits(home.free):
                 return False
             raise SandboxError(
@@ -269,12 +288,15 @@ class Grants:
 
         When cancelled, a slot that is still granted is released.
         """
+        # Read before the task exists: a grant waits for its predecessor, never for itself.
         before = self._last.get(link) if snapshot is None else None
 
         async def in_turn() -> Slot | None:
             """A container's answers come over several connections and may overtake each other."""
             slot = await self._grant(link, ticket, request, snapshot)
             if before is not None and not before.done():
+                # Bounded: an answer that is lost shall not hold up every later acquire for as long as its connection is
+                # retried.
                 await asyncio.wait([before], timeout=IN_TURN_S)
             return slot
 
@@ -282,6 +304,8 @@ class Grants:
         if snapshot is None:  # a fork may wait for a copy, which must not delay others
             self._last[link] = task
         try:
+            # Cancelling the request would leave unknown whether the server has granted a lease; it runs on and is given
+            # back.
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             task.add_done_callback(self._release_unwanted)

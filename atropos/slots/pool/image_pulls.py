@@ -47,6 +47,8 @@ class Pulls:
     ) -> None:
         self._tasks = tasks
         self._now = now
+        # By architecture as well: an index has another image for each, and none of them can be given to another
+        # machine.
         self._pulls: dict[tuple[str, str], _Pull] = {}
         """Those that others wait for, by the images' names and the containers' architectures."""
         self._gives = asyncio.Semaphore(GIVES)
@@ -66,14 +68,19 @@ class Pulls:
             return here
         key = name, link.architecture
         pull = self._pulls.get(key)
+        # Looked for again after each wait: what was pulled meanwhile can be given.
         while (giver := self._giver(link, name)) is None:
             if pull is not None and self._now() - pull.moved_at > STALLED_S:
+                # Another container may have begun to pull because of the same stall; then that one is waited for.
                 pull, stalled = self._pulls.get(key), pull
                 pull = None if pull is stalled else pull
             pulling = None if pull is None else self._tasks(name).get(pull.link)
             if pulling is None or pulling.done():
+                # Nobody pulls it, or whoever did has failed: this container asks the registry itself.
+                # Nobody pulls it, or whoever did has failed: this container asks the registry itself.
                 return await self._pull(link, name, report)
             report(ImageState(source=name, phase="waiting"))
+            # One second: a stall shows only on the clock, since no event comes of it.
             await asyncio.wait([pulling], timeout=1.0)
         holder, image = giver
         try:
@@ -83,6 +90,8 @@ class Pulls:
             if link.gone is not None:
                 raise
             log.warning("image %s: container %s could not give it: %s", name, holder.container.id, error)
+            # What the giver has may be damaged or refused by its digest; the registry has the original.
+            # What the giver has may be damaged or refused by its digest; the registry has the original.
             return await self._pull(link, name, report)
 
     def _giver(self, link: ContainerLink, name: str) -> tuple[ContainerLink, ImageInfo] | None:
@@ -99,6 +108,7 @@ class Pulls:
         pull = self._pulls[key] = _Pull(link, self._now())
 
         def move(state: ImageState) -> None:
+            # Only a changed state is progress: a server repeats the same one while a registry sends nothing.
             if state != pull.state:
                 pull.state, pull.moved_at = state, self._now()
             report(state)
@@ -106,6 +116,7 @@ class Pulls:
         try:
             return await link.client.images.prepare(name, progress=move)
         finally:
+            # A container that took over after a stall has put its own pull here.
             if self._pulls.get(key) is pull:
                 del self._pulls[key]
 

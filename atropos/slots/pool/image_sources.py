@@ -65,6 +65,7 @@ class LocalImage:
         """
         if isinstance(self._file, Path):
             with contextlib.ExitStack() as stack:
+                # Around the opening alone: an OSError of the reader's own connection is none of the file's.
                 with _readable(self.source):
                     file = stack.enter_context(self._file.open("rb"))
                 yield self._bytes_of(file, self._file)
@@ -72,21 +73,25 @@ class LocalImage:
         if not callable(self._file):
             yield self._bytes_of(self._file)
             return
+        # Counted before the first await, so that a reader that is cancelled can't close the file of another.
         self._readers += 1
         try:
             if self._making is None:
                 self._making = self._tasks.spawn(self._make(self._file), "archive", awaited=True)
+            # One reader's cancellation must not end the archive that others wait for.
             yield self._bytes_of(await asyncio.shield(self._making))
         finally:
             self._readers -= 1
             if not self._readers and (making := self._making) is not None:
                 self._making = None
                 making.cancel()  # unless it is made
+                # A thread can't be cancelled: one that has finished its file all the same gives it up here.
                 making.add_done_callback(self._give_up)
 
     async def _make(self, write: Callable[[IO[bytes]], None]) -> IO[bytes]:
         await self._turns.acquire()
         with _readable(self.source), contextlib.ExitStack() as failed:
+            # The turn is held as long as the file exists, not only while it is written: turns bound the disk space.
             failed.callback(self._turns.release)
             file = failed.enter_context(tempfile.TemporaryFile())
             await asyncio.to_thread(write, file)
@@ -100,12 +105,14 @@ class LocalImage:
             self._turns.release()
 
     async def _bytes_of(self, file: IO[bytes], owners: Path | None = None) -> AsyncIterator[bytes]:
+        # A descriptor of its own, and pread: readers share the file, and each has its own offset.
         fd = os.dup(file.fileno())
         digest, at = hashlib.sha256(), 0
 
         def read() -> bytes:
             chunk = os.pread(fd, CHUNK, at)
             if owners is not None:
+                # Only an owner's file can change under its name; what was made here has no name.
                 digest.update(chunk)
             return chunk
 
@@ -135,6 +142,7 @@ def local_image(source: ImageSource, docker_host: str | None, turns: asyncio.Sem
     path = Path(source.name)
     with _readable(source):
         if source.transport in {"oci-archive", "docker-archive"}:
+            # Both may have colons, so that only the disk says where the path ends.
             path, name = next(((at, name) for at, name in _splits(source.name) if at.is_file()), (path, ""))
             of_several = f":{name}" if name else ""
             return LocalImage(source, f"{source.transport}:sha256-{_digest(path)}{of_several}", path, turns)
@@ -153,6 +161,7 @@ def local_image(source: ImageSource, docker_host: str | None, turns: asyncio.Sem
             name, write = f"oci-archive:sha256-{digest}", partial(_write_layout, layout, index, manifests)
         else:
             with _engines_image(source.name, docker_host) as image:
+                # Named by its id: the archive's own digest differs with each `docker save` of the same image.
                 image_id = str(image.id)
             name = f"docker-archive:{image_id.replace(':', '-')}"
             write = partial(_save, image_id, docker_host)  # the name may mean another one meanwhile
@@ -181,6 +190,7 @@ def _splits(text: str) -> Iterator[tuple[Path, str]]:
 def _write_layout(layout: Path, index: bytes, manifests: list[Path], file: IO[bytes]) -> None:
     """Write an OCI layout with an index of one image, and that image's blobs alone."""
     blobs = dict.fromkeys(blob for each in manifests for blob in _blobs(each))
+    # Blobs may be links into another layout's folder; an archive with the links would lack their content.
     with tarfile.open(fileobj=file, mode="w", dereference=True) as tar:
         for each in blobs:
             tar.add(each, str(each.relative_to(layout)), recursive=False)
@@ -229,6 +239,7 @@ def _write_folder(path: Path, file: IO[bytes]) -> None:
         raise ConfigError(f"image: dir:{path} is not a folder")
     with tempfile.TemporaryFile() as layer:
         with tarfile.open(fileobj=layer, mode="w", format=tarfile.PAX_FORMAT) as tar:
+            # Sorted: the same folder shall have the same digest each time, whatever order readdir gives.
             for each in sorted(path.rglob("*")):
                 tar.add(each, str(each.relative_to(path)), recursive=False)
         layer.seek(0)

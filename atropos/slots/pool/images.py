@@ -54,6 +54,7 @@ class PoolImages:
         self._links = links
         self._tasks: dict[ContainerLink, dict[str, asyncio.Task[ImageInfo]]] = {}
         """Each container's preparations, by the image's name in leases."""
+        # Keyed by task, not by name: a second attempt in the same container has a clean record.
         self._failed_at = WeakKeyDictionary[asyncio.Task[ImageInfo], float]()
         """On the pool's clock."""
         self._pulls = Pulls(self._tasks_of, state.now)
@@ -127,6 +128,7 @@ class PoolImages:
                             return name
                         self._state.room.clear()
                         await self._state.room.wait()
+                        # A container that came while this waited has begun nothing yet, and may be the first with room.
                         begun |= self._prepare_in(name, [link for link in self._open() if link not in begun])
         _outcome(source, name, [task for task in begun.values() if task.done()])
         return name
@@ -138,6 +140,7 @@ class PoolImages:
             ConfigError, ImageUnavailable, SlotLost: as `prepare`.
         """
         source, name, _ = await self._begin(image)
+        # That container's own state decides, however many others have the image.
         task = self._task(link, name, None)
         await asyncio.wait([task])
         _outcome(source, name, [task])
@@ -159,10 +162,12 @@ class PoolImages:
         """
         tasks = {link.seat: self._tasks.get(link, {}).get(name) for link in self._open()}
         here = [seat for seat, task in tasks.items() if task is not None and task.done() and not _failed(task)]
+        # None has it: the request prepares it wherever it goes. All have it: no need to bind the lease.
         if not here or len(here) == len(tasks):
             return None
         if roomy := [seat for seat in here if seat.has_room(room)]:
             return min(roomy, key=lambda seat: seat.index)
+        # While one still prepares it, the lease stays in the common line and may go there.
         others_may = any(task is None or not task.done() for task in tasks.values())
         return None if others_may else random.choice(here)  # not all wait for the same one
 
@@ -176,6 +181,7 @@ class PoolImages:
             local = await self._read(source)
             name = local.name
             self.archives[name] = local.opened
+        # Here, where each lease comes by, so that ended containers need no hook of their own.
         self._tasks = {link: tasks for link, tasks in self._tasks.items() if link.gone is None}
         return source, name, self._prepare_in(name, self._open(), progress)
 
@@ -205,6 +211,8 @@ class PoolImages:
                 if (info := await link.client.images.find(source)) is not None:
                     return link, info
             except SandboxError as error:
+                # A container that ended has no answer to give; one that lives and could not be asked may have the
+                # image.
                 if link.gone is None and not isinstance(error, SlotLost):
                     unknown = error
         if unknown is not None:
@@ -221,6 +229,7 @@ class PoolImages:
             ConfigError: another user has taken the name of the locks' folder.
         """
         config, folder = self._state.config, _locks_folder()
+        # Hashed: the key is an arbitrary string, and a file name has at most 255 bytes (NAME_MAX).
         place = hashlib.sha256(f"{config.backend} {config.image_store.folder} {key}".encode()).hexdigest()
         with self._state.counters.measure(self._state.counters.build.observe) as outcome:
             async with locked(folder / place, waiting):
@@ -262,9 +271,11 @@ class PoolImages:
                 progress(link.container.id, state)
 
         within_s = self._state.config.prepare_timeout_s
+        # The container counts as used: shrinking would otherwise end it in the middle of a long pull.
         link.seat.pin()
         with self._state.counters.measure(self._state.counters.prepare.observe):
             try:
+                # Plain wall time here: the work is the server's, and goes on while this process stalls.
                 async with asyncio.timeout(within_s):
                     if is_built(name):
                         return await self._built(link, name)
@@ -296,6 +307,7 @@ class PoolImages:
         giver, image = holder
         below = image.parent_source or ""
         if not below.startswith("atropos-base:"):
+            # Layers of a build lie on their parent's: it has to be there first. Shared with others, thus shielded.
             await asyncio.shield(self._task(link, below, None))
         return await giver.client.images.copy(image, link.client.images)
 
@@ -306,6 +318,7 @@ class PoolImages:
     def forget(self, name: str) -> None:
         """Forget that containers have the image."""
         for tasks in self._tasks.values():
+            # One under way stays: the leases that wait for it would never be woken.
             if name in tasks and tasks[name].done():
                 del tasks[name]
 
@@ -332,9 +345,11 @@ class PoolImages:
 
 def _locks_folder() -> Path:
     """The folder in which builds of this user, in any process, lock each other out."""
+    # Below the temporary folder, which all processes of a user share whatever their working folder or pool.
     folder = Path(tempfile.gettempdir(), f"atropos-builds-{os.geteuid()}")
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
+    # /tmp is everyone's: another user may have made the name first, or a link to a folder of theirs (CWE-377).
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
         raise ConfigError(f"TMPDIR: {folder} is not a folder of this user's own; remove it, or name another TMPDIR")

@@ -92,6 +92,7 @@ class SlotPool:
         make_client: ClientFactory | None = None,
     ) -> None:
         self.config = config or SlotPoolConfig()
+        # Random: host names and process ids repeat in containers, and pools that share a server must not share leases.
         self.client_id = f"{os.uname().nodename[:60]}-{os.getpid()}-{secrets.token_hex(16)}"
         if isinstance(backend, str):
             raise ConfigError(
@@ -133,12 +134,16 @@ class SlotPool:
         if self._state.phase != "new":
             raise RuntimeError(f"the pool is {self._state.phase}: make a new pool")
         self._state.enter("starting")
+        # A task of its own, so that `stop` from another task can end a start that still waits for containers.
         starting = self._tasks.spawn(self._start(), "start", awaited=True)
         try:
+            # `wait` doesn't raise: whether it was stopped is asked first, as then its CancelledError is not the
+            # caller's.
             await asyncio.wait([starting])
             if self._stopping is not None:
                 raise BackendUnavailable("the pool was stopped")
             starting.result()
+        # A cancelled start removes its containers as well: without the pool nobody knows of them.
         except BaseException:
             try:
                 await self.stop()
@@ -151,8 +156,10 @@ class SlotPool:
 
     async def _start(self) -> None:
         await self.backend.start()
+        # First: changes that come while the first containers are asked for must not be missed.
         self._tasks.spawn(self._guard(self._keeper.watch()), "watch")
         self._keeper.reconcile()
+        # A job that another pool has started is joined as it is, and never scaled down by its start.
         if self._keeper.containers < self.config.min_containers:
             await self._keeper.ask(self.config.min_containers, "start")
         self._keeper.reconcile()
@@ -162,9 +169,12 @@ class SlotPool:
     async def _first_containers(self) -> None:
         deadline = self._state.now() + self.config.start_timeout_s
         while self._state.fleet.ready < self.config.min_containers:
+            # Before the state is read: what changes after that sets it again.
+            # Before the state is read: what changes after that sets it again.
             self._state.news.clear()
             if (failure := self._state.failure()) is not None:
                 raise failure
+            # An engine that has no room for the rest may never have; the keeper goes on asking for it.
             if self._state.fleet.ready and self.backend.trouble():
                 log.warning("starting with %d containers: %s", self._state.fleet.ready, self.backend.trouble())
                 return
@@ -200,6 +210,7 @@ class SlotPool:
     async def _stop(self, *, purge: bool) -> None:
         self._state.enter("stopping")
         self._state.fail_all(BackendUnavailable("the pool was stopped"))
+        # The keeper's loops end before the links do: they would replace what is ended here.
         await self._tasks.cancel()
         links = list(self._links.values())
         try:
@@ -208,6 +219,7 @@ class SlotPool:
                     held.start_release()
                 for snapshot in [*link.snapshots]:
                     snapshot.start_drop()
+            # Given back before connections close: in a shared container the slots would stay taken until their TTL.
             await self._state.returned(STOP_RELEASE_S)
             for link in links:
                 link.lose("the pool was stopped")
@@ -215,6 +227,7 @@ class SlotPool:
             await self._state.tasks.settle(STOP_RELEASE_S)
         finally:
             try:
+                # Last, and whatever failed above: containers that stay behind cost more than leases that do.
                 await self.backend.aclose(purge=purge)
             finally:
                 self._state.enter("stopped")
@@ -265,17 +278,21 @@ class SlotPool:
             BackendUnavailable: the pool is not running, or was stopped.
         """
         self._state.require_running()
+        # A snapshot has its own root and so has a base: the pool's image is only for leases that name nothing.
         if snapshot is None and base is None:
             image = image or self.config.slot_image
         if limits is None and snapshot is not None:
             limits = snapshot.limits
+        # The wire's bound (`LeaseRequest.trajectory_id`); the id is for people, so that cutting it does no harm.
         terms = self._terms(trajectory_id[:500], image, network, limits, share, secrets, snapshot, base)
         if limits is not None:
+            # At once, not after `acquire_timeout_s`: no container will ever have so much.
             self.config.check_room(limits, self.config.slots_per_container)
         timeout_s = self.config.acquire_timeout_s if timeout_s is None else timeout_s
         try:
             return await self._grants.acquire(terms, image, timeout_s)
         except TimeoutError:
+            # `from None`: the asyncio.timeout inside is no cause that a reader could act on.
             raise self._timed_out(snapshot, share, timeout_s) from None
 
     lease = for_a_block(acquire)
@@ -401,6 +418,8 @@ class SlotPool:
         base: str | None = None,
     ) -> LeaseTerms:
         """What containers are asked for, once the pool's settings allow it."""
+        # Its containers are the other pool's: they are not among this one's links, so that the lease would wait
+        # forever.
         if snapshot is not None and snapshot.state is not self._state:
             raise ConfigError(f"snapshot {snapshot.id} is another pool's")
         if base is not None and base not in self.config.bases:
@@ -411,6 +430,7 @@ class SlotPool:
         if image is not None and base is not None:
             raise ConfigError("base and image exclude each other: set one of them")
         network = self.config.allow_network if network is None else network
+        # Secrets are put in by the egress proxy, so that a slot without a network has no use for them.
         inserted = (*secrets, *(() if share is None else share.secrets)) if network else ()
         if len(inserted) > MAX_SECRETS:
             raise ConfigError(f"secrets: {len(inserted)}; at most {MAX_SECRETS} of one lease")
@@ -479,6 +499,7 @@ class SlotPool:
             await loop
         except Exception as error:
             log.exception("the pool's own loop failed")
+            # Without its loops the pool would grant from what it has and never notice a lost container.
             self._state.give_up(SandboxError(f"the pool's own loop failed: {error!r}"))
 
     def _sandbox_client(

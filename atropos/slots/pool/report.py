@@ -34,6 +34,7 @@ class PoolReport:
             ready=fleet.ready,
             slots=sum(seat.slots for seat in fleet.seats.values()),
             free=fleet.free,
+            # A grant under way counts as leased, or free + leased + retired would drop for each round trip.
             leased=fleet.leased + fleet.reserved,
             retired=sum(seat.retired for seat in fleet.seats.values()),
             waiting=fleet.waiting + fleet.pinned_waiting,
@@ -56,6 +57,7 @@ class PoolReport:
 
     def _containers(self) -> dict[str, int]:
         """How many containers there are in each state, the same states each time."""
+        # All states, the empty ones too: an alert or a sum over a series that is missing has no value.
         states: dict[str, int] = dict.fromkeys(("starting", "connecting", "ready", "draining", "ending", "dead"), 0)
         for container in self._backend.containers():
             state: str = container.state
@@ -87,5 +89,6 @@ class PoolReport:
             f"{s.ready} of {s.containers} containers ready (at most {self._config.max_containers}), "
             f"{s.slots} slots ({s.free} free, {s.leased} leased, {s.retired} retired), {s.waiting} waiting"
         )
+        # `awaited` explains a wait for the first container only; with one ready, the others just aren't needed yet.
         reason = s.trouble or (self.awaited() if s.containers and not s.ready else "")
         return f"{text}; backend: {reason}" if reason else text

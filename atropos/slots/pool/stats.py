@@ -93,8 +93,10 @@ def container_name(links: Mapping[str, ContainerLink], slot: Slot | None) -> str
 def _occupancy(link: ContainerLink) -> ContainerSlots:
     seat = link.seat
     slot = seat.capacity // max(1, seat.slots)
+    # By room and not by number, so that the states add up to `slots` where a lease takes several.
     leased = (seat.leased_room + seat.reserved_room).parts(slot)
     free = seat.free.holds(slot)
+    # Rounding a large lease up to whole slots can exceed the rest.
     others = max(0, seat.slots - leased - free - seat.retired)
     return ContainerSlots(link.container.name, leased, free, seat.retired, others, ready=seat.open)
 

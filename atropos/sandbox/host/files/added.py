@@ -58,8 +58,10 @@ def _build(folder: str, fds: Sequence[int]) -> bool:
         os.mkdir(path, 0o755)
         os.chown(path, 0, 0)
     if fds:
+        # Overlay shows the topmost folder's owner and mode: without this, those of the image's /etc would be lost.
         view_layers.copy_attributes(fds[0], etc)
     for name, text in texts.items():
+        # surrogateescape: an image's own lines in /etc/hosts are kept as they are, whatever their bytes.
         with open(f"{etc}/{name}", "x", encoding="utf-8", errors="surrogateescape") as file:
             file.write(text)
             os.fchown(file.fileno(), 0, 0)
@@ -81,6 +83,7 @@ def _find(etcs: Sequence[str], name: str) -> os.stat_result | None:
 def _missing(etcs: Sequence[str], name: str, default: str) -> str:
     """What a file of /etc is to hold instead of what the image has; empty: what it has will do."""
     status = _find(etcs, name)
+    # `docker export` leaves empty files where Docker mounts its own.
     if status is None or (stat.S_ISREG(status.st_mode) and status.st_size == 0):
         return default
     if name == "hostname":
@@ -95,6 +98,7 @@ def _missing(etcs: Sequence[str], name: str, default: str) -> str:
         text = file.read()
     if name == "resolv.conf":
         return "" if _NAME_SERVER.search(text) else default
+    # Only names that it lacks: the first line that has a name wins (hosts(5)), and the image's are its own choice.
     names = {word for line in text.splitlines() for word in line.partition("#")[0].split()[1:]}
     more = [
         line for line in HOSTS.splitlines(keepends=True) if line.startswith("127.") and line.split()[1] not in names

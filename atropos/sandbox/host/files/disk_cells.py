@@ -41,6 +41,7 @@ class DiskCells:
         if entered.cells is not None and (plan := disks.CellPlan.of(config)) is not None:
             self.max_layers = plan.layers
             self.mib = entered.cells_mib
+            # Reversed, as the last one is taken first: low numbers are used most.
             self._free.extend(f"{entered.cells}/{number}" for number in reversed(range(len(entered.images))))
 
     async def acquire(self, unique: str, mib: int, *, probe: bool = False, beside: str | None = None) -> str | None:
@@ -62,6 +63,7 @@ class DiskCells:
             return f"{entered.disk}/{unique}"
         if probe:
             return f"{entered.cells}/{disks.PROBE}/{unique}"
+        # A lease goes on in its snapshot's cell: it needs no room that it didn't have (decision 25).
         cell = await self._free_cell(mib) if beside is None else os.path.dirname(beside)
         self._volumes[cell] += 1
         return f"{cell}/{unique}"
@@ -80,8 +82,11 @@ class DiskCells:
         cell = next((each for each in reversed(self._free) if self._sizes[each] == mib), self._free[-1])
         self._free.remove(cell)
         if self._sizes[cell] != mib:
+            # Reserved at once, before the first await: another lease must not count on the same room.
             self._sizes[cell] = mib
             try:
+                # A cell that is half resized must be neither used nor given up: the work ends even where the lease is
+                # cancelled.
                 await outlive(self._resize(cell, mib, self._take_from_free()))
             except BaseException:
                 self._put_back(cell)
@@ -116,6 +121,7 @@ class DiskCells:
                     del unreleased[each]
                 await asyncio.to_thread(resize, cell, mib)
             except OSError as error:
+                # Donors that were not reached still have their blocks on the disk.
                 self._sizes.update(unreleased)
                 self._sizes[cell] = 0
                 with contextlib.suppress(OSError):
@@ -138,6 +144,7 @@ class DiskCells:
         self._volumes[cell] -= 1
         if self._volumes[cell]:
             return
+        # Only an empty cell is used again: what could not be removed would be in the next lease's files.
         names = set(os.listdir(cell)) - {disks.BALLOON}
         if names:
             log.error("%s could not be emptied and is not used again: %s", cell, sorted(names)[:3])

@@ -35,6 +35,7 @@ class RootChanger:
     """One thread, whose root and working directory are its own: the kernel lets no other change its mount namespace."""
 
     def __init__(self) -> None:
+        # Opened before any change: it is the only way back, as the slot's own /proc shows other processes.
         self._home = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
         self._thread = ThreadPoolExecutor(1, "roots", initializer=_prepare_thread)
 
@@ -51,6 +52,8 @@ class RootChanger:
         await asyncio.get_running_loop().run_in_executor(self._thread, self._change, slot, new_root)
 
     def _change(self, slot: int, new_root: str) -> None:
+        # setns(2) of a mount namespace needs a thread that shares its root and working directory with no other.
+        # setns(2) to a mount namespace takes a thread that shares its root and working directory with no other.
         syscalls.setns(slot, syscalls.CLONE_NEWNS)
         try:
             _pivot(new_root)
@@ -75,6 +78,7 @@ class RootChanger:
 
     def _bind(self, slot: int, binds: Sequence[Bind], links: Sequence[tuple[str, str]]) -> list[str]:
         with contextlib.ExitStack() as opened:
+            # Taken here, where the sources are, and attached there: the slot's namespace has no path to them.
             trees = [syscalls.detached_mount(bind.source) for bind in binds]
             for tree in trees:
                 opened.callback(os.close, tree)
@@ -101,6 +105,7 @@ class RootChanger:
         work = partial(self._share, root, source, slot, path, read_only=read_only)
         shared = asyncio.get_running_loop().run_in_executor(self._thread, work)
         shared.add_done_callback(lambda _: os.close(slot))
+        # The thread can't be interrupted; it needs the descriptor until it has ended.
         await asyncio.shield(shared)
 
     def _share(self, root: str, source: str, slot: int, path: str, *, read_only: bool) -> None:
@@ -110,6 +115,7 @@ class RootChanger:
                 opened.callback(os.close, fd)
                 return fd
 
+            # From the server's mount of that root, not through the slot: its programs could put a mount in between.
             top = kept(os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
             source_fd = kept(syscalls.open_in_root(top, source))
             tree = kept(syscalls.detached_mount(f"/proc/self/fd/{source_fd}"))
@@ -135,6 +141,7 @@ class RootChanger:
 
 def _prepare_thread() -> None:
     """Give the thread a root of its own, and make its files belong to the slots' root: theirs hold no other owner."""
+    # Threads of a process share root and working directory (CLONE_FS), with which setns refuses (EINVAL).
     syscalls.unshare(syscalls.CLONE_FS)
     syscalls.own_files_as_root()
 
@@ -144,12 +151,17 @@ def _pivot(new_root: str) -> None:
 
     The kernel moves the root and working directory of PID 1 along.
     """
+    # Read before the change: afterwards no path leads to the old root.
     before = os.open("/", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.chdir(new_root)
         current = os.stat(".")
         for name in ("proc", "dev", "sys"):
+            # Moved, not mounted anew: a new proc would need a PID namespace to be entered, and lacks the read-only
+            # mounts.
             syscalls.mount(f"/{name}", name, None, syscalls.MS_MOVE)
+        # The old root is then mounted on top of the new one, at the same place (pivot_root(2)), and detached from
+        # there.
         syscalls.pivot_root(".", ".")
         os.fchdir(before)
         syscalls.umount(".")
@@ -158,6 +170,7 @@ def _pivot(new_root: str) -> None:
     os.chdir("/")
     for path in ("/", "/proc/1/root/", "/proc/1/cwd/"):
         status = os.stat(path)
+        # The kernel moves only processes whose root was the old one: a PID 1 left behind would serve the wrong files.
         if (status.st_dev, status.st_ino) != (current.st_dev, current.st_ino):
             raise OSError(f"{path} is not the new root")
 
@@ -165,12 +178,15 @@ def _pivot(new_root: str) -> None:
 def _bind_all(binds: Sequence[Bind], trees: Sequence[int], links: Sequence[tuple[str, str]]) -> list[str]:
     """In the slot's mount namespace, where no path leads out of its root."""
     paths: list[str] = []
+    # For the moment of the mounts alone; no program of the lease runs yet.
     writable = syscalls.MS_REMOUNT | syscalls.MS_BIND | syscalls.MS_NOSUID | syscalls.MS_NODEV
     syscalls.mount(None, "/dev", None, writable)
     for bind, tree in zip(binds, trees, strict=True):
         paths += _make_mount_point(bind.target, folder=stat.S_ISDIR(os.fstat(tree).st_mode))
         syscalls.attach_mount(tree, bind.target)
         for path in (bind.target, *(f"{bind.target}/{name}" for name in bind.below)):
+            # A remount in a user namespace must repeat what is locked, or it is refused with EPERM
+            # (mount_namespaces(7)).
             flags = os.statvfs(path).f_flag & os.ST_NOEXEC
             if bind.no_exec:
                 flags |= syscalls.MS_NOEXEC

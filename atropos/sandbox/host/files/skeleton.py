@@ -47,6 +47,7 @@ _PROGRAMS = (
     "opt",
     "var/lib/dpkg/status",
 )
+# The copies of all slots' /etc are in the server's memory.
 _MAX_COPIED_FILE = 4 << 20
 _ACCOUNTS = [
     "root:x:0:0:root:/root:/bin/bash",
@@ -108,6 +109,7 @@ def _has(layer: str, path: str) -> bool:
         mode = os.lstat(f"{layer}/{path}").st_mode
     except OSError:
         return False
+    # lstat follows all but the last name: a layer's `bin` that is a link would lead into the host.
     return not os.path.islink(f"{layer}/{top}") and (stat.S_ISREG(mode) or stat.S_ISLNK(mode))
 
 
@@ -115,6 +117,7 @@ def _home(layer: str) -> str | None:
     """Root's home by a layer's /etc/passwd; None where it has none."""
     if not _has(layer, "etc/passwd"):
         return None
+    # A layer is someone else's: its passwd may be a link to the host's.
     with contextlib.suppress(OSError), open(os.open(f"{layer}/etc/passwd", os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
         for row in (line.decode(errors="replace").split(":") for line in file.read(_MAX_COPIED_FILE).splitlines()):
             if len(row) > 5 and row[2] == "0":
@@ -143,6 +146,7 @@ def build(folder: str) -> Base:
     os.mkdir(folder, 0o755)
     for name in _FOLDERS:
         os.mkdir(f"{folder}/{name}", 0o755)
+    # chmod, not the mode of mkdir, from which the umask is taken and which sets no sticky bit everywhere.
     for name in ("tmp", "var/tmp"):
         os.chmod(f"{folder}/{name}", 0o1777)
     os.chmod(f"{folder}/root", 0o700)
@@ -151,6 +155,7 @@ def build(folder: str) -> Base:
     for name in _TOP:
         host = f"/{name}"
         if os.path.islink(host):
+            # Debian's merged /usr; relative, so that it resolves wherever the root is mounted.
             os.symlink(os.readlink(host).lstrip("/") or "usr", f"{folder}/{name}")
         elif os.path.isdir(host):
             os.mkdir(f"{folder}/{name}", 0o755)
@@ -170,6 +175,7 @@ def _above_usr(folder: str) -> str:
         above = Path(folder, mark.parent.relative_to("/usr"))
         above.mkdir(0o755, parents=True)
         with contextlib.suppress(OSError):
+            # A whiteout, as overlay marks a removed file: a character device 0:0.
             os.mknod(above / mark.name, stat.S_IFCHR, 0)
     _chown_to_root(folder)
     return folder
@@ -181,6 +187,7 @@ def _etc(etc: Path) -> None:
         _copy(f"/etc/{name}", f"{etc}/{name}")
     for name, text in _FILES.items():
         etc.joinpath(name).write_text(text, encoding="utf-8")
+    # As on Debian; `useradd` and `passwd` keep what they find.
     etc.joinpath("shadow").chmod(0o640)
     if not etc.joinpath("mtab").exists():
         etc.joinpath("mtab").symlink_to(added.MTAB)
@@ -192,6 +199,7 @@ def _copy(source: str, target: str) -> None:
         status = os.lstat(source)
         if stat.S_ISLNK(status.st_mode):
             os.symlink(os.readlink(source), target)
+        # What not everyone on the host may read is none of a slot's business, though the server may be root here.
         elif not status.st_mode & stat.S_IROTH:
             return
         elif stat.S_ISDIR(status.st_mode):

@@ -84,6 +84,7 @@ def build(folder: str, controllers: Collection[str]) -> None:
         known = " ".join(name for name in _AS_V2 if name in controllers)
         (cgroup / "cgroup.controllers").write_text(f"{known}\n", encoding="ascii")
     if "cpu" in controllers:
+        # A place for the file that each slot has mounted there: v1 has two files for what cgroup v2 says in one.
         (cgroup / CPU_MAX).touch()
 
 
@@ -99,6 +100,7 @@ def build_network(folder: str) -> None:
 
 def _add_device(folder: str, name: str, index: int, values: dict[str, str]) -> None:
     device = Path(folder, "devices/virtual/net", name)
+    # As plain files: the kernel's own sysfs shows the network namespace of whoever mounted it.
     device.mkdir(parents=True)
     own = {"ifindex": f"{index}", "iflink": f"{index}", "uevent": f"INTERFACE={name}\nIFINDEX={index}"}
     for each, text in (_EVERY_DEVICE | own | values).items():

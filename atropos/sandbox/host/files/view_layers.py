@@ -17,6 +17,7 @@ MAX_DEPTH = 200
 
 def below(folder: LayerFolder, entry: os.DirEntry[str]) -> LayerFolder:
     """A folder that was found in another one."""
+    # Device and inode are compared once the folder is opened: by then the slot may have put another in its place.
     status = entry.stat(follow_symlinks=False)
     return folder.below(entry.name, (status.st_dev, status.st_ino))
 
@@ -27,9 +28,11 @@ def copy_folders(source: int, copy: int, most: int, left_out: frozenset[str] = f
     The slot's programs may replace any part of the source meanwhile, but nothing in the copy.
     """
     count, waiting = 0, [(LayerFolder(0), LayerFolder(0))]
+    # Paths are only put together in folders that have one to leave out.
     above = {os.path.dirname(path) for path in left_out}
     with LayerFolders([f"/proc/self/fd/{source}/."]) as theirs, LayerFolders([f"/proc/self/fd/{copy}/."]) as ours:
         while waiting and count <= most:
+            # A list and no recursion: the depth is the slot's to choose.
             original, copied = waiting.pop()
             try:
                 fd = theirs.open(original)
@@ -48,6 +51,7 @@ def copy_folders(source: int, copy: int, most: int, left_out: frozenset[str] = f
                         _copy_file(fd, into, entry.name)
                     elif original.depth < MAX_DEPTH:
                         with contextlib.suppress(FileExistsError, FileNotFoundError):  # seen twice, or gone
+                            # Closed until its own attributes are copied, once it is full.
                             os.mkdir(entry.name, 0o700, dir_fd=into)
                             waiting.append((below(original, entry), copied.below(entry.name)))
             copy_attributes(fd, into, whole=True)
@@ -66,12 +70,14 @@ def _copy_file(source: int, target: int, name: str) -> None:
 def copy_attributes(source: int, target: str | int, *, whole: bool = False) -> None:
     """Give a folder the owner and mode of another one; `whole`: its attributes and times as well."""
     status = os.stat(source)
+    # The owner first: chown clears set-user-id and set-group-id bits, which chmod then sets (chown(2)).
     os.chown(target, status.st_uid, status.st_gid)
     os.chmod(target, stat.S_IMODE(status.st_mode))
     if whole:
         with contextlib.suppress(OSError):
             for name in os.listxattr(source):
                 os.setxattr(target, name, os.getxattr(source, name))
+        # Last, since every change above sets the times.
         os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
@@ -87,6 +93,7 @@ def hide(top: int, upper: str, path: str) -> None:
                     at = stack.find([f"/proc/self/fd/{top}"], "/".join(folders[:depth]), opened).parts
                     if at:
                         copy_attributes(at[0].fd, f"/proc/self/fd/{fd}/{part}")
+            # Name by name, each opened without following a link: a whole path may lead anywhere.
             step = os.open(part, stack.FOLDER, dir_fd=fd)
             os.close(fd)
             fd = step

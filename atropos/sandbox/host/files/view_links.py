@@ -57,6 +57,7 @@ class Links:
     def unfit(self) -> set[str]:
         """Remove the links that may not be followed, once all folders are in the root; and folders with too many."""
         too_many: set[str] = set()
+        # Each whiteout, and each folder copied up above it, takes an inode of the view's volume.
         room = min(MAX_REMOVED, os.statvfs(self._volume.data).f_favail // 2)
         root = os.open(self._volume.next_root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -65,7 +66,9 @@ class Links:
                     path = "/".join((folder, *place.path_from(0), name))
                     if is_link and self._may_follow(root, path):
                         continue
+                    # The folders above are copied up with the whiteout: at most as many as it is deep.
                     room -= place.depth + 1
+                    # A folder too deep to look into may have links of any kind.
                     if room < 0 or not is_link:
                         too_many.add(folder)
                         break
@@ -84,6 +87,7 @@ class Links:
             top, end = (os.readlink(f"/proc/self/fd/{each}") for each in (root, fd))
         finally:
             os.close(fd)
+        # The kernel's own name of where it ends, after every link on the way.
         end = end.removeprefix(top) or "/"
         if any(_is_in(end, folder) for folder in self._folders):
             return True
@@ -129,6 +133,7 @@ def _remove(root: int, path: str) -> None:
             step = os.open(part, _FOLDER, dir_fd=at)
             os.close(at)
             at = step
+        # Another folder shown may have hidden it, or a removal above may have taken it along.
         if stat.S_ISLNK(os.lstat(name, dir_fd=at).st_mode):
             os.unlink(name, dir_fd=at)
     except (FileNotFoundError, NotADirectoryError):  # another layer hides it, or a folder above it is gone

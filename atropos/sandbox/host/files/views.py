@@ -103,6 +103,7 @@ class View:
             if self._find(self.below, folder)[1]:
                 raise NotSupported(f"view: {folder} has no place in its root: there is a file or a link")
         chosen: list[str] = []
+        # Named ones first: the bound may leave out others, never what was asked for.
         for folder in (*sorted(named), *self._optional(), *self._top_level()):
             if not any(f"{folder}/".startswith(f"{each}/") for each in chosen) and len(chosen) < MAX_FOLDERS:
                 chosen.append(folder)
@@ -139,6 +140,7 @@ class View:
             NotSupported: a folder can't be in the view's root.
         """
         folders = self.shown
+        # Only where exactly one layer differs from the view's root: hard links of several can't be merged in one.
         if not (self.quiet or self.order.as_layer) or self.written > 1 or self.layers[1:] != self.below:
             return None
 
@@ -159,6 +161,7 @@ class View:
         at = top
         for name in folder.strip("/").split("/"):
             at = f"{at}/{name}"
+            # Two folders shown may lie in one: the second finds what the first has made.
             with contextlib.suppress(FileExistsError):
                 os.mkdir(at, 0o755)
                 os.chown(at, 0, 0)
@@ -166,6 +169,7 @@ class View:
                 if parts:
                     view_layers.copy_attributes(parts[0].fd, at)
         if len(theirs.parts) < 2 and ours.parts:
+            # Else what the image has there would show again, though the slot removed or replaced it.
             stack.make_opaque(at)
         if not theirs.parts:
             return 0
@@ -184,8 +188,10 @@ class View:
         """
         with contextlib.ExitStack() as undo:
             try:
+                # On the slot's own volume: hard links can't cross file systems, and the slot pays for the inodes.
                 path = tempfile.mkdtemp(prefix="seen", dir=self.copies)
                 undo.callback(remove_tree, path)
+                # Half: programs of the slot that still run must be able to make files.
                 most = min(MAX_COPIED, os.statvfs(self.copies).f_favail // 2)
                 if fill(path, most) > most:
                     return None
@@ -228,16 +234,20 @@ class View:
         if parts:
             view_layers.copy_attributes(parts[0].fd, upper)
         layers, left_out = [part.fd for part in parts], self._left_out(folder)
+        # One link is enough to know; a walk through all of them would take as long as the agent likes.
         needed = bool(left_out) or any(next(view_links.walk(part.fd), None) is not None for part in parts)
         follows = links is not None and bool(parts) and needed
+        # Layer 0 is the slot's upper folder: its running programs can make a link there at any moment.
         if follows and parts[0].layer == 0 and (left_out or not self.quiet):
             copy = self._copied(parts[0].fd, left_out, opened)
             follows = copy is not None
             layers[0] = parts[0].fd if copy is None else copy
+        # A copy has left them out already.
         if not follows and parts:
             for path in left_out:
                 view_layers.hide(parts[0].fd, upper, path)
         flags = _FLAGS | (0 if follows else syscalls.MS_NOSYMFOLLOW)
+        # An overlay needs a lower folder even where the slot has none of that name.
         lower = [f"/proc/self/fd/{fd}" for fd in layers] or [self.empty]
         volume.stack(f"{GATE}/{NEXT}{folder}", lower, flags, upper)
         if follows and links is not None:
@@ -268,6 +278,7 @@ class View:
     @staticmethod
     def _new_upper(volume: Volume, name: str) -> str:
         upper = f"{volume.data}/{name}"
+        # overlayfs wants its working folder beside the upper one, on the same file system.
         for path in (upper, f"{upper}-wk"):
             os.mkdir(path, 0o755)
         os.chown(upper, 0, 0)

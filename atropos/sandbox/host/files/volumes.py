@@ -116,6 +116,7 @@ class Volume:
                 opened.callback(os.close, fd)
                 return f"/proc/self/fd/{fd}"
 
+            # userxattr: in a user namespace overlay may not write trusted.* attributes (Linux 5.11).
             options = f"lowerdir={':'.join(map(known_as, lower))},userxattr"
             if upper is not None:
                 options += f",upperdir={known_as(upper)},workdir={known_as(f'{upper}-wk')}"
@@ -137,6 +138,8 @@ class Volume:
             if self.mounts:
                 # one by one, so that those before one that fails are closed
                 held.extend(os.open(path, os.O_PATH | os.O_CLOEXEC) for path in (*reversed(self.mounts), self.folder))
+                # MNT_DETACH takes the whole tree of mounts; open descriptors keep the file systems for the disposer.
+                # MNT_DETACH takes the whole tree of mounts; open descriptors keep the file systems for the disposer.
                 syscalls.umount(self.folder)
                 self.mounts = []
             os.rmdir(self.folder)
@@ -161,6 +164,7 @@ class Volume:
         Raises:
             OSError: something could not be detached.
         """
+        # The last one made comes off first, as it may lie on those before; the first is the tmpfs itself.
         while len(self.mounts) > 1:
             syscalls.umount(self.mounts[-1])
             self.mounts.pop()
@@ -192,6 +196,7 @@ class Disposer:
         job = asyncio.get_running_loop().run_in_executor(self._thread, _free, descriptors, folder)
         self._pending.add(job)
         job.add_done_callback(self._pending.discard)
+        # Only then is a cell free: its files are gone.
         job.add_done_callback(lambda _: self._freed(folder))
         while len(self._pending) > self.BOUND:
             await asyncio.wait(self._pending, return_when=asyncio.FIRST_COMPLETED)
@@ -204,6 +209,7 @@ class Disposer:
 
 
 def _lower_priority() -> None:
+    # Linux sets the niceness of single threads (setpriority(2), "C library/kernel differences").
     thread = threading.get_native_id()
     niceness = os.getpriority(os.PRIO_PROCESS, thread)
     os.setpriority(os.PRIO_PROCESS, thread, max(10, niceness))  # lowering the niceness would be refused
@@ -245,9 +251,12 @@ def create(
         volume.stack("root", [*base.layers, base.lower], _NOSUID_NODEV, volume.upper)
         for name, layers in base.host_folders.items():
             volume.stack(f"host-{name}", [shared.empty_folder, *layers], _READONLY)
+        # An overlay of its own for each slot: locks and watches are made on its inodes, which no other slot has.
         volume.stack("runtime", [shared.empty_folder, shared.runtime], _READONLY)
         _mount_sys(volume, shared, cgroups, gateway=gateway)
+        # A bound of its own: the kernel's one (kernel.pty.max) is shared by the whole host.
         ptys = max(8, min(limits.pids, 64))
+        # ptmxmode: the default, 0, lets nobody open a terminal.
         options = f"newinstance,ptmxmode=0666,mode=620,max={ptys}"
         terminals = f"{folder}/pts"
         os.mkdir(terminals, 0o755)
@@ -266,6 +275,7 @@ def _mount_sys(volume: Volume, shared: SharedFiles, cgroups: Sequence[tuple[str,
     os.mkdir(unbound, 0o755)
     syscalls.mount(unbound, unbound, None, syscalls.MS_BIND)
     volume.mounts.append(unbound)
+    # Left out of recursive binds: bubblewrap's `--bind` of the root would copy each of them.
     syscalls.mount(None, unbound, None, syscalls.MS_UNBINDABLE)
     volume.stack(SYS, [shared.sys_network if gateway else shared.empty_folder, shared.sys], _READONLY)
     volume.stack(f"{top}{SYSTEM}", [shared.empty_folder, shared.system], _READONLY)
@@ -301,10 +311,12 @@ def restack(volume: Volume, base: Base, layers: Sequence[str], shared: SharedFil
     volume.restacked = True
     top = volume.next_root
     volume.stack(f"{GATE}/{NEXT}", [*layers, *base.layers, base.lower], _NOSUID_NODEV, volume.upper)
+    # Before anything is mounted: layers are a lease's own work, and may have a link in the place of a folder.
     restore_mount_points(top, base.host_folders)
     cover = preload_cover(top, shared)
     preload = f"{top}/etc/ld.so.preload"
     if not os.path.lexists(preload):
+        # A file can only be mounted on a file.
         os.close(os.open(preload, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o644))
     hosts = [(f"{volume.folder}/host-{name}", f"{top}/{name}") for name in base.host_folders]
     for source, target in (*hosts, (f"{volume.folder}/runtime", f"{top}/{_RUNTIME}"), (cover, preload)):
@@ -323,6 +335,7 @@ def blank(folder: str, limits: SlotLimits, disk: str | None) -> Volume:
     size, inodes = bounds(limits)
     try:
         if disk is not None:
+            # Mount points alone; the files are on disk, in a cell that has the bounds.
             size, inodes = "64k", 64
         options = f"size={size},nr_inodes={inodes},mode=755,uid=0,gid=0"
         syscalls.mount("atropos", folder, "tmpfs", _NOSUID_NODEV, options)
@@ -346,6 +359,8 @@ def make_folders(volume: Volume) -> None:
         path = f"{volume.data}/{name}"
         os.mkdir(path)
         os.chmod(path, mode)
+        # Ids of this user namespace: the slot's root.
+        # Ids of this user namespace: the slot's root.
         os.chown(path, 0, 0)
 
 
@@ -368,10 +383,12 @@ def bounds(limits: SlotLimits) -> tuple[str, int]:
     killed, `rm` as well. Where both don't fit, an eighth at least is left to inodes.
     """
     most = limits.memory_mib - _MEMORY_KEPT_MIB
+    # A sixteenth stays for programs in large slots, where 16 MiB would be nothing.
     room = min(most, limits.memory_mib - limits.memory_mib // 16)
     size = min(limits.disk_mib, room)
     rest = max(most - size, most // 8)
     inodes = min(limits.inodes, (min(room, rest) << 20) // _INODE_BYTES)
+    # What inodes leave: a full volume of both kinds still fits into the slot's memory.
     size = min(size, most - (inodes * _INODE_BYTES >> 20))
     return f"{size}m", inodes + OWN_INODES
 
@@ -415,6 +432,7 @@ def remount_read_only(volume: Volume) -> None:
     Raises:
         OSError: with EBUSY, a file in it is still open for writing.
     """
+    # On disk the cell's mount is shared by a lease's layers and its own files.
     if volume.disk is None:
         syscalls.mount(None, volume.folder, None, syscalls.MS_REMOUNT | syscalls.MS_RDONLY | _NOSUID_NODEV)
 
@@ -449,6 +467,7 @@ def used_bytes(volume: Volume) -> int:
     if volume.disk is not None:
         return _bytes_below(volume.disk)
     usage = os.statvfs(volume.data)
+    # Counted by the tmpfs, so that it takes no walk, however many files there are.
     return (usage.f_blocks - usage.f_bfree) * usage.f_frsize
 
 

@@ -58,9 +58,11 @@ class Prestarted:
         )
         if isinstance(answer, str):
             raise IsolationUnavailable(f"the server's own files could not be set up: {answer}")
+        # It has loaded its Python: only now may that file become unexecutable.
         if not self.sock.recv(1):
             raise IsolationUnavailable("the process that starts sandboxes ended at once")
         self.sock.setblocking(False)
+        # The spawner's own /proc/self/exe keeps this mount after it is detached.
         syscalls.remount_read_only(self._python, syscalls.MS_NOEXEC)
         syscalls.umount(self._python)
         program, skeleton, family = answer
@@ -84,6 +86,7 @@ def prestart(scratch: str, base: str | None) -> Prestarted:
             os.mkdir(f"{scratch}/{name}", 0o755)
         # a mount of its own, so that a slot's start can take all the others away at once
         syscalls.mount(f"{scratch}/slots", f"{scratch}/slots", None, syscalls.MS_BIND)
+        # The file itself: a mount on a link would cover what it leads to under another name.
         python = os.path.realpath(sys.executable)
         syscalls.bind_read_only(python)
     except OSError as error:
@@ -91,6 +94,7 @@ def prestart(scratch: str, base: str | None) -> Prestarted:
         raise IsolationUnavailable(f"the server's own files could not be set up: {error}{cure}") from error
     answer_r, answer_w = os.pipe2(os.O_CLOEXEC)
     parent = os.getpid()
+    # Beside this process, which loads its libraries meanwhile.
     maker = os.fork()
     if maker == 0:
         _make(scratch, parent, answer_w, skeleton=default_base(base) is None)
@@ -98,6 +102,7 @@ def prestart(scratch: str, base: str | None) -> Prestarted:
     sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     script = str(Path(__file__).parents[2] / "programs" / "spawner.py")
     process = subprocess.Popen(
+        # -I -S: neither the environment nor site-packages load anything into what every PID 1 is forked from.
         [sys.executable, "-I", "-S", script],
         stdin=theirs.fileno(),
         stdout=subprocess.DEVNULL,
@@ -125,4 +130,5 @@ def _make(scratch: str, parent: int, answer: int, *, skeleton: bool) -> None:
         with os.fdopen(answer, "wb") as file:
             file.write(data)
     finally:
+        # Without Python's own end, which would run handlers and flush buffers of the process that it was forked from.
         os._exit(0)

@@ -54,6 +54,7 @@ def build(folder: str) -> None:
         IsolationUnavailable: this Python can't be copied (not an ELF program of this machine's own).
     """
     python = os.path.realpath(sys.executable)
+    # Programs are started by this loader by name: PT_INTERP names a path that the slot's root may lack, or fake.
     loader = _interpreter(python)
     os.makedirs(f"{folder}/lib", 0o755)
     version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
@@ -79,6 +80,7 @@ def build(folder: str) -> None:
 def _copy_modules(python: str, stdlib: Path) -> list[str]:
     """Modules as bytecode without source; returns the shared libraries that they and the interpreter load."""
     code = _LIST.format(required=_MODULES)
+    # A fresh interpreter tells what these modules load; this one has loaded far more.
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", code], capture_output=True, check=False, stdin=subprocess.DEVNULL
     )
@@ -104,6 +106,7 @@ def _copy_modules(python: str, stdlib: Path) -> list[str]:
                 target = stdlib / f"{relative}c"
                 target.parent.mkdir(parents=True, exist_ok=True)
                 _compile(name, source, str(target))
+    # The loader has been copied under its own name.
     return [path for path in loaded if os.path.realpath(path) not in extensions and "/ld-" not in path]
 
 
@@ -158,6 +161,7 @@ def _copy_binary(source: str, target: str) -> None:
     with open(source, "rb", buffering=0) as file, open(target, "wb", buffering=0) as copy:
         data = file.read(_HEADERS)
         headers = _program_headers(data, source)
+        # Nothing after the last loaded segment is read at run time.
         end = max((offset + size for kind, offset, size, _ in headers if kind == _PT_LOAD), default=0)
         at = 0
         while at < end and (sent := os.sendfile(copy.fileno(), file.fileno(), at, end - at)):
@@ -170,5 +174,6 @@ def _copy_binary(source: str, target: str) -> None:
                 entries = os.pread(file.fileno(), size, offset)
                 for number, (tag, _value) in enumerate(struct.iter_unpack("<qQ", entries)):
                     if tag in (_DT_RPATH, _DT_RUNPATH):
+                        # The tag becomes one that loaders skip: removing the entry would move all that follow.
                         os.pwrite(copy.fileno(), struct.pack("<q", _DT_IGNORED), offset + 16 * number)
         os.fchmod(copy.fileno(), 0o755)

@@ -97,6 +97,7 @@ class _Filter:
         self._lib = lib = _binding()
         self._arch = lib.Arch.NATIVE
         self._rules = lib.SyscallFilter(lib.ALLOW)
+        # A 32-bit call has other numbers: the rules below would judge another call by the name of this one.
         self._rules.set_attr(lib.Attr.ACT_BADARCH, getattr(lib, "KILL_PROCESS", lib.KILL))
         if machine != os.uname().machine:
             self._rules.remove_arch(self._arch)
@@ -251,6 +252,7 @@ def _guard_shared(made: _Filter) -> None:
     # personality: every flag but PER_LINUX32, UNAME26 and ADDR_NO_RANDOMIZE (setarch -R, gdb); the query 0xffffffff has
     # all bits, so it is recognised by one that no other has
     allowed = 0x8 | 0x20000 | 0x40000
+    # One rule for each forbidden bit, since a filter can compare with a mask but not say "none but these".
     for bit in range(31):
         if not allowed >> bit & 1:
             made.add(refuse, "personality", made.masked(0, (1 << 31) | (1 << bit), 1 << bit))
@@ -261,6 +263,7 @@ def _preamble(made: _Filter) -> bytes:
     arch = _AUDIT_ARCH.get(made.machine)
     if arch is None:
         return b""
+    # Numbers are judged by hand up to LAST_CALL: an old libseccomp has no name for the newest of them.
     highest = max(number for number in range(LAST_CALL + 1) if made.resolve(number))
 
     def instruction(code: int, jump_unless: int, value: int) -> bytes:

@@ -44,12 +44,15 @@ class SpawnerClient:
             raise HostBroken(self.broken)
         number = next(self._numbers)
         numbered: NumberedRequest = {"id": number, **request}
+        # marshal: both ends are the same Python, and the spawner does without json, whose module every PID 1 would
+        # have.
         data = marshal.dumps({**numbered})
         while True:
             try:
                 socket.send_fds(self._sock, [data], fds)
                 break
             except BlockingIOError:
+                # The socket's buffer is full for the moment; SEQPACKET would not send a part.
                 await asyncio.sleep(0.001)
             except OSError as error:
                 if error.errno != errno.ETOOMANYREFS:
@@ -62,6 +65,7 @@ class SpawnerClient:
     def _readable(self) -> None:
         while True:
             try:
+                # One report a message: the socket keeps their borders.
                 data = self._sock.recv(1 << 16)
             except BlockingIOError:
                 return
@@ -80,6 +84,7 @@ class SpawnerClient:
             return
         del self._slots[report["id"]]
         if "error" in report:
+            # Nobody waits for the end of what never began.
             ended.cancel()
             started.set_exception(SandboxError(f"a sandbox could not be started: {report['error']}"))
         elif "cpu_s" in report:
@@ -101,6 +106,7 @@ class SpawnerClient:
         if self.broken is None:
             self._loop.remove_reader(self._sock)
             self.broken = "closed"
+        # The spawner ends at the end of its input, and its slots with it (PR_SET_PDEATHSIG).
         self._sock.close()
         try:
             await asyncio.to_thread(self._process.wait, 5)

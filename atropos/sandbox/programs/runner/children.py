@@ -54,6 +54,7 @@ class Children:
             pass
         ended: list[tuple[Child, int]] = []
         self.alone = False
+        # Bounded: a fork bomb's children end faster than they can be reaped, and answers would wait for ever.
         for _ in range(MAX_REAPED):
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -62,6 +63,7 @@ class Children:
                 break
             if pid == 0:
                 break
+            # waitpid without WUNTRACED sees only traced children stop: this one asked for it (PTRACE_TRACEME).
             if os.WIFSTOPPED(status):
                 untrace(pid, os.WSTOPSIG(status))
                 continue
@@ -112,6 +114,7 @@ def pids(wanted: Callable[[int, int, int], bool]) -> list[int]:
     for name in names:
         if name.isdigit() and name != "1":
             fields = process_stat(name).rpartition(b")")[2].split()
+            # Fields counted from the state, since the name before it may have spaces (proc_pid_stat(5)).
             if fields and fields[0] != b"Z" and wanted(int(name), int(fields[3]), int(fields[2])):
                 result.append(int(name))
     return result
@@ -140,6 +143,7 @@ def signal_session(session: int, number: int) -> None:
     kills = number == signals.SIGKILL
     if kills:
         children.killed_at = now()
+    # Other groups may fork while they are read: killed until none is left, or the bound says that one outruns us.
     for _ in range(20 if kills else 1):
         members = session_members(session, but_group=-1 if kills else session)
         if not members:
@@ -154,9 +158,11 @@ def with_room(start: Callable[[], Started]) -> Started:
     """
     try:
         return start()
+    # EAGAIN of fork: the limit of processes.
     except BlockingIOError:
         patience = now() + KILL_PATIENCE_S
     while True:
+        # Each round: what survived the last one has forked since.
         ended = end_leftovers()
         children.reap()
         try:
@@ -171,6 +177,7 @@ def with_room(start: Callable[[], Started]) -> Started:
 def leftovers() -> list[int]:
     """Pids of all processes but this one, running commands, background processes, and the sessions of those two."""
     running = children.running
+    # A command's pid is its session's number, as each is started in a session of its own.
     return pids(lambda pid, session, _: pid not in running and session not in running)
 
 
@@ -179,6 +186,7 @@ def end_leftovers() -> bool:
 
     Whether there was anything.
     """
+    # kill(-1) is atomic against forks; with calls running, each process has to be chosen.
     if not children.running:
         kill_all()
         return True

@@ -58,6 +58,7 @@ def limit_of_errno(number: int) -> str | None:
     """The slot's limit that an error number means."""
     if number in (errno.ENOSPC, errno.EDQUOT):
         try:
+            # ENOSPC says both; the root is on the slot's volume.
             return "inodes" if os.statvfs("/").f_favail == 0 else "disk"
         except OSError:
             return "disk"
@@ -68,4 +69,5 @@ def text(value: str | bytes) -> str:
     """Text that any JSON reader takes: what isn't UTF-8 is shown as a replacement character."""
     if isinstance(value, bytes):
         return value.decode("utf-8", "replace")
+    # Surrogates, by which Python has undecodable bytes in names, are no valid UTF-8.
     return value.encode("utf-8", "replace").decode("utf-8")

@@ -53,6 +53,7 @@ class ServerLink:
         """Run what the server sent."""
         assert self.socket is not None
         try:
+            # MSG_CMSG_CLOEXEC: a program that starts in the same moment must not inherit it.
             data, extra, _, _ = self.socket.recvmsg(CHUNK, 64, MSG_CMSG_CLOEXEC)
         except BlockingIOError:
             return
@@ -61,6 +62,7 @@ class ServerLink:
         if not data:
             os._exit(0)  # the server is gone, and with PID 1 everything here goes
         buffer = self.incoming
+        # The usual case: one whole message, without a copy.
         if not buffer and len(data) == 4 + int.from_bytes(data[:4], "little"):
             self.dispatch(marshal.loads(data[4:]))  # noqa: S302
             return
@@ -90,6 +92,7 @@ class ServerLink:
 
     def send(self, call: int, header: str, *blobs: bytes) -> None:
         """Send a frame, at once where the socket has room."""
+        # Before it is sent: a cancel that crosses the answer finds nothing.
         self.calls.pop(call, None)
         raw = header.encode()
         size = 4 + len(raw) + sum(map(len, blobs))
@@ -150,4 +153,5 @@ def json(value: object) -> str:
         return "{" + ",".join(quote(k) + ":" + json(v) for k, v in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(map(json, value)) + "]"
+    # Numbers: JSON writes them as Python does (none here is infinite).
     return repr(value)

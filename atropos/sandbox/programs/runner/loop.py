@@ -72,10 +72,12 @@ class Loop:
             for fd, event in poll(timeout):
                 if event & WRITABLE and fd in writers:
                     writers[fd]()
+                # POLLHUP and POLLERR count as readable: the read then tells what happened.
                 if event & ~OUT and fd in readers:
                     readers[fd]()
             if timers:
                 moment = now()
+                # A list, since timers set and remove each other; one that was removed meanwhile is not called.
                 for key in [key for key, (when, _) in timers.items() if when <= moment]:
                     timer = timers.pop(key, None)
                     if timer is not None:

@@ -43,6 +43,7 @@ def op_init(call: int, environment: dict[str, str], output_bytes: int, wall_s: f
         except OSError:
             pass
     try:
+        # An image need not have it, and commands start there.
         make_folders(WORKSPACE)
     except OSError:
         pass
@@ -86,5 +87,6 @@ def main() -> None:
     link.open()
     children.reap()  # what ended before there was a handler: the program that paused, on a busy machine
     gc.freeze()
+    # After the freeze: what was loaded is never looked at again, so that its pages stay shared.
     gc.enable()
     loop.run()

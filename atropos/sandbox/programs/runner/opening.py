@@ -11,6 +11,7 @@ from atropos.sandbox.programs.runner.failures import OpFailed, text
 def open_at_once(path: str, flags: int, mode: int = 0o644, folder: int | None = None) -> int:
     """Open a file without waiting for a program that holds a lease (F_SETLEASE) on it."""
     try:
+        # NONBLOCK for FIFOs and leases; NOCTTY: a terminal of the slot must not become PID 1's.
         return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, mode, dir_fd=folder)
     except BlockingIOError:
         raise OpFailed("io", f"a program holds a lease on the file: {text(path)}") from None

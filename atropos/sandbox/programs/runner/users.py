@@ -43,6 +43,7 @@ class Identity:
             UserRefused: slots have none of its numbers.
         """
         try:
+            # Groups first: without uid 0 none of them can be set.
             os.setgroups(self.groups)
             os.setresgid(self.gid, self.gid, self.gid)
             os.setresuid(self.uid, self.uid, self.uid)
@@ -75,6 +76,7 @@ def identity_of(user: str) -> Identity:
     gid, groups = group_ids(name, group, gid)
     if uid > MAX_ID or gid > MAX_ID:
         raise OpFailed("unknown_user", f"not the number of a user and a group: {user!r}")
+    # Its own group comes first, so that the bound never cuts it off.
     return Identity(name, uid, gid, [gid, *sorted(groups - {gid})][:MAX_GROUPS], home)
 
 

@@ -48,6 +48,7 @@ class Work:
             os.close(write)
             raise
         finally:
+            # Not in the child, which has to keep the score that it inherited.
             if self.pid:
                 state.protect_self()
         if self.pid == 0:
@@ -99,6 +100,7 @@ class Work:
         if self.why is None:
             try:
                 outcome = marshal.loads(self.data)  # noqa: S302
+            # marshal ends where the child was killed in the middle of writing.
             except (EOFError, ValueError, TypeError):
                 self.why = OpFailed("limit", "the operation was killed before it ended", "memory")
             else:

@@ -94,6 +94,7 @@ class FileStream:
             if self._waiter is not None and not self._waiter.done():
                 self._waiter.set_result(None)
             self._near.close()
+            # Usually closed when the operation began; this is for one that never did.
             self.far.close()
 
     async def receive(self, offset: int, chunks: AsyncIterator[bytes], *, last: bool) -> None:
@@ -106,6 +107,7 @@ class FileStream:
             await cancel_and_wait([self._turn])
         if self.closed or offset > self.received:
             raise StreamGone(f"a piece starts at {offset}, and the stream has {self.received} bytes")
+        # A task of its own, so that a later request can end it without cancelling the handler that awaits it.
         async with Tasks("file stream") as tasks:
             self._turn = turn = tasks.spawn(self._receive(offset, chunks, last=last), "piece", awaited=True)
             try:
@@ -121,12 +123,15 @@ class FileStream:
         await self._flush()
         at = offset
         async for chunk in chunks:
+            # What an earlier request delivered before its connection broke has reached the slot already.
             new = memoryview(chunk)[max(0, self.received - at) :]
             at += len(chunk)
             if new:
+                # Counted before it is sent: `_unsent` belongs to the stream, and the next piece continues it.
                 self.received += len(new)
                 self._unsent = [memoryview(len(new).to_bytes(4, "little")), new]
                 await self._flush()
+        # The end may be repeated as well, when its answer was lost.
         if last and not self._finished:
             self._finished = True
             self._unsent = [memoryview(END)]
@@ -165,6 +170,7 @@ class FileStream:
             if not data:
                 return
             self._idle_checks = 0
+            # The runner keeps the bound, too; what it sends is not trusted.
             self._left -= len(data)
             if self._left < 0:
                 raise ConnectionResetError("the slot sends more than was asked for")
@@ -218,6 +224,7 @@ class FileStreams:
                 while stream_id not in self._open:
                     if self._closed:
                         raise StreamGone("the lease is over")
+                    # Before the wait, after the look: nothing else runs in between.
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:

@@ -97,11 +97,13 @@ class Journal:
         log = self._logs.get(call.lease_id)
         code = OutcomeUnknown.code
         if entry is not None:
+            # The same id in another lease is a client's mistake: answering would give it another call's result.
             if entry.lease_id == call.lease_id:
                 return entry
             code, message = SandboxError.code, "this call_id was used for another lease; it was not run"
         elif log is not None and call.call_id in log.gone:
             message = "the call ran and its result was acknowledged or dropped; it was not run again"
+        # A call that is sent for the first time can't have been dropped, so that it may run.
         elif log is not None and log.forgot and call.resent:
             message = "the journal forgot old calls of this lease, maybe this one; it was not run again"
         else:
@@ -140,6 +142,7 @@ class Journal:
             if not waiter.done():
                 waiter.set_result(None)
         entry.waiters.clear()
+        # After the waiters were woken: they read the answer of the entry itself, dropped or not.
         self._shrink(entry)
 
     def ack(self, call_id: str) -> None:
@@ -158,6 +161,7 @@ class Journal:
         while self._kept_bytes > KEPT_BYTES:
             oldest = self._kept.popleft()
             self._kept_bytes -= oldest.size
+            # Acknowledged, or dropped at another bound, meanwhile.
             if self.entries.get(oldest.call_id) is oldest:
                 self._drop(oldest)
 
@@ -194,6 +198,7 @@ class Journal:
         return list(self._logs)
 
     def _shrink(self, newest: JournalEntry) -> None:
+        # The lease that holds most pays, so that one busy lease costs the others nothing.
         while self.answers > 1 and (self.bytes > self.max_answer_bytes or self.answers > self.max_answers):
             log = max(self._logs.values(), key=lambda each: each.bytes)
             entry = next((each for each in log.done.values() if each is not newest), None)
@@ -216,6 +221,7 @@ class Journal:
         self.answers -= 1
         log.gone[entry.call_id] = dropped
         if len(log.gone) > self.max_gone:
+            # Only a dropped answer matters: an acknowledged one is never asked for again.
             log.forgot |= log.gone.pop(next(iter(log.gone)))
 
 

@@ -94,6 +94,7 @@ class Lanes:
         meters: Meters,
     ) -> None:
         self.sandbox = sandbox
+        # As if it had just started a command: a new lease waits its turn, and doesn't jump the queue.
         self.started_at = time.perf_counter()
         self._journal = journal
         self._answered = answered
@@ -153,11 +154,13 @@ class Lanes:
                 await barrier.turn.wait()
             if self._closed is not None:
                 raise LeaseExpired(f"the lease ended before its turn came: {self._closed[1]}")
+            # Calls of the side lane wait for their processes, which the work on the sandbox is about to end.
             if not beside:
                 for entry in list(self._running.values()):
                     self.sandbox.cancel(entry.number)
             yield
         finally:
+            # It had its turn; one whose waiter was cancelled before that is still in the lane.
             if self._barrier is barrier:
                 self._barrier = None
             elif barrier in self._main.waiting:
@@ -168,6 +171,7 @@ class Lanes:
         """Cancel a call: a queued one is answered at once; a running one is killed, and its result says so."""
         if entry.state == "running":
             if entry.call_id in self._streaming:
+                # The child in the slot sees the end of its stream and undoes its work.
                 self._streaming[entry.call_id].close()
             self.sandbox.cancel(entry.number)
         elif entry.state == "queued":
@@ -178,6 +182,7 @@ class Lanes:
         """Stop: answer each pending call with this fault."""
         if self._closed is not None:
             return
+        # First: answers below may lead to further calls.
         self._closed = (code, message)
         waiting = [item for lane in self._lanes for item in lane.waiting]
         for lane in self._lanes:
@@ -203,18 +208,21 @@ class Lanes:
         while main.waiting and main.running < main.most:
             item = main.waiting[0]
             if isinstance(item, Barrier):
+                # Commands of the concurrent lane may still change the workspace that is to be frozen.
                 if concurrent.running and not item.beside:
                     break
                 main.waiting.popleft()
                 self._barrier = item
                 item.turn.set()
                 return
+            # It stays at the head: nothing behind it in this lane may overtake it.
             if not self._has_room() or not self._may_start(item[1]):
                 break
             main.waiting.popleft()
             self._begin(*item, main)
         while side.waiting and side.running < side.most and self._has_room():
             entry, operation = side.waiting.popleft()
+            # A read that waits is not counted, so that a write or kill behind it can end the wait.
             self._begin(entry, operation, None if operation.waits else side)
         while concurrent.waiting and concurrent.running < concurrent.most and self._has_room():
             if not self._starts.admit(self):
@@ -300,9 +308,11 @@ class Lanes:
             del self._streaming[entry.call_id]
             self.streams.end(operation.stream)
             raise
+        # The slot has its own copy; with ours open, the end of its process would not end the stream.
         stream.far.close()
 
     def _ended(self, entry: JournalEntry, operation: Operation, result: OpResult | Exception, ran_s: float) -> None:
+        # A read of a background process whose sandbox a snapshot has replaced: the program is gone, nothing is unknown.
         on_purpose = self._barrier is not None and not self.sandbox.died.done()
         if on_purpose and operation.lane == "side" and isinstance(result, OutcomeUnknown):
             result = OpError(error="unknown_process", message="a snapshot was taken, which ends background processes")

@@ -51,6 +51,7 @@ class StartQueue:
         if starter is self._turn:
             self._turn = None
             return True
+        # Not past those that wait, even where there is room: they come first.
         if not self._waiting and self._has_room():
             return True
         self._waiting[starter] = None
@@ -67,6 +68,7 @@ class StartQueue:
             self._give_turns()
 
     def _has_room(self) -> bool:
+        # Looked through only when it is full; until then nobody needs to know which are over.
         if len(self._starting) >= self._most:
             over = time.perf_counter() - STARTING_S
             for command in [each for each, started_at in self._starting.items() if started_at <= over]:
@@ -78,11 +80,14 @@ class StartQueue:
             self._turn = min(self._waiting, key=attrgetter("started_at"))
             del self._waiting[self._turn]
             self._turn.start_next()
+            # It may have had nothing to start any more.
+            # It may have had nothing to start any more.
             self._turn = None
 
     def _set_timer(self) -> None:
         if self._timer is None:
             oldest = min(self._starting.values(), default=0.0)
+            # The moment when the oldest no longer counts as starting.
             delay_s = max(0.001, oldest + STARTING_S - time.perf_counter())
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._look_again)
 

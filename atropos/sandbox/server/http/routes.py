@@ -116,9 +116,11 @@ class Routes:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """The token first, then every failure as a `Problem`."""
+        # Asked again although `Admission` has: a connection may carry further requests without the token.
         header = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         if request.path not in OPEN_PATHS and not self._token.matches(header):
             return problem(401, "unauthorized", NO_TOKEN)
+        # aiohttp would unpack a body without a bound: a kilobyte may become a gigabyte.
         if request.headers.get("Content-Encoding", "identity").lower() != "identity":
             return problem(415, "not_supported", "Content-Encoding: send the body as it is")
         try:
@@ -129,6 +131,7 @@ class Routes:
         except web.HTTPException as error:
             names = {404: "not_found", 405: "method_not_allowed", 413: "too_large"}
             return problem(error.status, names.get(error.status, "bad_request"), error.text or error.reason)
+        # The client has gone: there is nobody to answer.
         except (ConnectionError, asyncio.CancelledError):
             raise
         except Exception as error:
@@ -197,6 +200,7 @@ class Routes:
             await response.prepare(request)
             async for chunk in stream.chunks():
                 await response.write(chunk)
+            # Not reached after an error: the client must not take a part of the file for all of it.
             await response.write_eof()
         finally:
             streams.end(stream_id)
@@ -343,12 +347,14 @@ async def _body(request: web.Request, kind: type[M], *, large: bool = False) -> 
     limit = MAX_FRAME_BYTES if large else MAX_SMALL_BODY
     if length is not None and length > limit:
         raise web.HTTPRequestEntityTooLarge(limit, length)
+    # Checked again below: a chunked body has no Content-Length.
     raw = await request.read()
     if len(raw) > limit:
         raise web.HTTPRequestEntityTooLarge(limit, len(raw))
     try:
         return kind.model_validate_json(raw or b"{}")
     except ValidationError as error:
+        # Without the input, which may hold a secret.
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise web.HTTPBadRequest(text=f"{where or 'body'}: {first['msg']}") from None

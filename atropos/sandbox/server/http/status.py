@@ -28,6 +28,7 @@ def status_of(core: Core) -> Status:
             state=held.state,
             age_s=round(now - held.granted_at, 3),
             expires_in_s=round(table.expires_at(held) - now, 3),
+            # A lease that is starting has no lanes yet.
             calls=run.lanes.queued if (run := state.runs[held.lease_id]).lanes is not None else 0,
         )
         for held in table.held.values()

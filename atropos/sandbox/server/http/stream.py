@@ -86,6 +86,7 @@ class Stream:
 
     def push(self, entry: JournalEntry) -> None:
         """Send the answer of a finished call."""
+        # The answer frees the bytes of the frame in which its call came: reading may go on.
         size = self._held_bytes.pop(entry.call_id, 0)
         if size:
             self._queued_bytes -= size
@@ -104,6 +105,8 @@ class Stream:
         if not self._closed:
             log.info("stream of %s closed: %s", client_name(self.client.client_id) if self.client else "?", reason)
         self._closed = True
+        # A reader that waits for room must see that it is over.
+        # A reader that waits for room must see that it is over.
         self._room.set()
         self._transport.abort()
 
@@ -144,6 +147,7 @@ class Stream:
         hello = messages[0] if messages else None
         if not isinstance(hello, Hello):
             raise _Over("the first message must be hello")
+        # Before the client is registered: it replaces no connection of its own that works.
         if hello.version != VERSION:
             raise _Over(f"this server speaks version {VERSION} of the wire, not {hello.version}")
         # The welcome goes first, before the messages that connecting sends.
@@ -161,8 +165,10 @@ class Stream:
                 return
             self.heard_at = self._state.now()
             assert self.client is not None
+            # Anything that comes renews the client's leases: heartbeats, acknowledgements and calls alike.
             self._state.table.seen(self.client.client_id, self.heard_at)
             self._handle(messages, size)
+            # Not reading is all that is needed: TCP's window fills, and the client waits.
             if self._full:
                 await self._wait_for_room()
 
@@ -202,6 +208,7 @@ class Stream:
         calls = self._calls
         for message in messages:
             if isinstance(message, Call):
+                # A known call's answer was pushed by `submit`; only a refusal is sent here.
                 answer = calls.submit(client, message)
                 if isinstance(answer, Fault):
                     self.send(answer)
@@ -225,6 +232,7 @@ class Stream:
         A client without another call under way gets its answer at once: nothing else can end. Of one with many, answers
         that come close after each other are gathered: then both ends wake up less often.
         """
+        # Before the welcome nothing else may be sent.
         if self._flushing or self.client is None:
             return
         open_calls = self.client.journal.open_calls
@@ -250,13 +258,17 @@ class Stream:
         transport = self._transport
         try:
             while self._out and not self._closed and not transport.is_closing():
+                # asyncio's transport takes any amount into memory; `drain` would need a task for each stream.
                 if transport.get_write_buffer_size() > MAX_BATCH_BYTES:
                     # the client doesn't keep up
                     self._flushing = True
                     self._loop.call_later(FULL_S, self._flush)
                     return
                 transport.write(web_socket.unmasked(self._next_batch()))
+                # A client that takes its answers is alive, though nothing of its own is read.
                 if self.paused:
+                    # It was not listened to meanwhile, and may not be called silent for that.
+                    # A client that takes its answers is alive, though nothing of its own is read.
                     self.heard_at = self._state.now()
             self._room.set()
         except Exception:
@@ -269,11 +281,14 @@ class Stream:
         out = self._out
         while out and len(parts) < MAX_BATCH and size < MAX_BATCH_BYTES:
             item = out.popleft()
+            # The entry and not its answer was queued: one that the journal dropped meanwhile sends a small fault
+            # instead.
             message = item.answer if isinstance(item, JournalEntry) else item
             assert message is not None
             part = message.__pydantic_serializer__.to_json(message)
             if len(part) > MAX_FRAME_BYTES - 2:
                 part = _too_large(item, len(part))
+            # MAX_BATCH commas and two brackets.
             elif parts and size + len(part) > MAX_FRAME_BYTES - MAX_BATCH - 2:
                 out.appendleft(item)
                 break

@@ -28,10 +28,12 @@ class CallIntake:
         """Accept a call: run a new one, find a known one. A `Fault` means that it was not run (again)."""
         known = client.journal.look_up(call)
         if known is not None:
+            # Its answer was lost with a connection; a call that still runs is pushed when it ends.
             if isinstance(known, JournalEntry) and known.state == "done":
                 client.answered(known)
             return known
         self._state.counters["calls"] += 1
+        # Only now: a call that is known keeps its answer after its lease has ended.
         lease = self._state.table.find(call.lease_id, call.epoch)
         if not isinstance(lease, HeldLease):
             return self._refuse_ended(client, call, lease)
@@ -41,6 +43,7 @@ class CallIntake:
         if lease.state != "active" or run.lanes is None:
             code = LeaseExpired.code if lease.code in {"released", ""} else lease.code
             return _fault(call, code, lease.message or "the lease is not granted yet")
+        # Refused without an entry: nothing of it is remembered, and it may be sent again under its id.
         if client.journal.open_calls >= MAX_OPEN:
             return _fault(call, SandboxError.code, f"{MAX_OPEN} calls of this client wait already; it was not run")
         entry = client.journal.open(call)
@@ -51,6 +54,7 @@ class CallIntake:
         return entry
 
     def _refuse_ended(self, client: ClientState, call: Call, ended: EndedLease | None) -> Fault:
+        # Its journal is younger than the lease's end: the call may have run before, and been forgotten with the client.
         if call.resent and (ended is None or client.since > ended.at):
             message = "the server no longer knows this lease, nor whether the call ran; it was not run again"
             return _fault(call, OutcomeUnknown.code, message)
@@ -85,8 +89,10 @@ class CallIntake:
             message = f"lease {lease_id!r} is not known to this server" if run is None else run.message
             return Fault(call_id=request.call_id or "", code=LeaseExpired.code, message=message)
         client = self._state.clients.of(run.client_id)
+        # A client that only speaks HTTP has no heartbeats: each call renews its leases.
         self._state.table.seen(client.client_id, self._state.now())
         call_id = request.call_id or f"http-{uuid.uuid4().hex}"
+        # Any request under an id of the caller's may be a repetition; one without can't be.
         call = Call(call_id=call_id, lease_id=lease_id, epoch=run.epoch, operation=request.operation, resent=own)
         entry = self.submit(client, call)
         if isinstance(entry, Fault):
@@ -100,6 +106,7 @@ class CallIntake:
                 with contextlib.suppress(ValueError):
                     entry.waiters.remove(waiter)
         assert entry.answer is not None
+        # Read before it is acknowledged, which drops it from the journal.
         answer = entry.answer
         if own:
             client.journal.keep(entry)

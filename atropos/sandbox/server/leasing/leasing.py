@@ -55,6 +55,7 @@ class Leasing:
         self.idle = asyncio.Event()
         self.idle.set()
         self._confirming = Tasks("leasing")
+        # Some beside the free slots: a slot that is given back is leased again before its next sandbox has started.
         spare = config.warm if config.warm is not None else min(4, max(1, config.slots // 4))
         self.warm_pool = WarmPool(
             state.host,
@@ -81,6 +82,7 @@ class Leasing:
         except SandboxError:
             self._state.counters["leases_refused"] += 1
             raise
+        # A repeated request (its answer was lost) finds the lease that the first one got.
         run = self._runs.get(request.lease_id)
         if run is None:
             self.idle.clear()
@@ -92,6 +94,7 @@ class Leasing:
             if request.ttl_s < 4:
                 self._state.short_ttl.set()
         assert run.starting is not None
+        # A client that goes away doesn't interrupt the start: its lease ends in order, by its TTL or the next hello.
         return await asyncio.shield(run.starting)
 
     def _check(self, request: LeaseRequest) -> str | None:
@@ -123,6 +126,7 @@ class Leasing:
             code = error.code if isinstance(error, SandboxError) else BackendUnavailable.code
             self._measure_grant(held, began, code, warm=warm)
             self._layers.leave(run)
+            # Unless somebody ends it already: then `_end` waits for this task, and finishes it.
             if self._table.begin_end(held, code, str(error)):
                 self._finish(run, Stopped(clean=True, seconds=0))
             if not isinstance(error, SandboxError | asyncio.CancelledError):
@@ -136,10 +140,13 @@ class Leasing:
         starts, meters = self._state.starts, self._state.meters
         run.lanes = Lanes(sandbox, client.journal, client.answered, client.wait_for_room, starts, meters)
         held.state = "active"
+        # Its time begins with its use, not with the request: a cold start may take longer than a short TTL.
         held.renewed_at = self._state.now()
         self.watch(run, sandbox)
         self._measure_grant(held, began, "ok", warm=warm)
         self._state.counters["leases_granted"] += 1
+        # A sandbox was taken, or one room less is free.
+        # One was taken: the next lease shall find another.
         self.warm_pool.fill()
         return self.lease_of(held)
 
@@ -147,6 +154,7 @@ class Leasing:
         """Connect the sandbox of a lease with those of the group that it joins."""
         try:
             joined = self._state.active_run(joining.lease_id, None)
+            # One after the other: the first makes the group, and two at once would make two.
             async with joined.joining:
                 group = joined.group or await self._new_group(joined, joining)
                 await group.network.join(sandbox, joining.names, joining.networks)
@@ -155,6 +163,7 @@ class Leasing:
                     group.network.leave(sandbox)
                     raise LeaseExpired("the lease was released before it was granted")
         except BaseException:
+            # It may have a device in the network, so that no other lease may get it.
             self.warm_pool.drop(sandbox, "it could not join its group")
             raise
         run.group = group
@@ -201,6 +210,8 @@ class Leasing:
             return await self._take_one(run, old)
 
     async def _take_one(self, run: LeaseRun, old: Sandbox | None) -> Sandbox:
+        # Limits, then disk, then root, then what programs run for: each needs the one before, and `resize` refuses once
+        # a call runs.
         sandbox = await self.warm_pool.take(START_S, network=run.held.request.network)
         try:
             if run.limits is not None:
@@ -236,6 +247,7 @@ class Leasing:
         """End the lease when this sandbox of it dies."""
 
         def died(future: asyncio.Future[str]) -> None:
+            # A sandbox that the lease has replaced, by a snapshot, dies on purpose.
             if not future.cancelled() and sandbox in (run.sandbox, run.viewed):
                 self._state.counters["sandboxes_died"] += 1
                 self.end(run.held, SlotLost.code, f"the sandbox ended: {future.result()}")
@@ -258,9 +270,11 @@ class Leasing:
         """End a lease at its holder's request. Idempotent; `released=False` for a lease that ended otherwise."""
         run = self._table.find(lease_id, epoch)
         if run is None:
+            # The acquire may still be on its way, over another connection.
             self._table.refuse_later(lease_id, self._state.now())
             return ReleaseResult(released=False)
         if isinstance(run, HeldLease):
+            # The reset goes on where the client doesn't wait for it.
             run = await asyncio.shield(self.end(run, "released", "the lease was released"))
         return ReleaseResult(
             released=run.code == "released",
@@ -285,6 +299,7 @@ class Leasing:
 
     def _begin_end(self, run: LeaseRun, code: str, message: str) -> asyncio.Task[EndedLease]:
         held = run.held
+        # Synchronously, before any task runs: from here on no call of this lease starts.
         self._table.begin_end(held, code, message)
         self._state.counters[f"leases_ended_{code}"] += 1
         if code != "released":
@@ -292,11 +307,13 @@ class Leasing:
                 held.client_id, LeaseEnded(lease_id=held.lease_id, epoch=held.epoch, code=code, message=message)
             )
         if run.lanes is not None:
+            # Answers first, sandbox later: a call must not report the kill as its own end.
             run.lanes.close(LeaseExpired.code if code == "released" else code, message)
         return self._state.tasks.spawn(self._end(run), "end a lease")
 
     async def _end(self, run: LeaseRun) -> EndedLease:
         began = time.monotonic()
+        # A start is not interrupted: half of one could leave what nobody knows of.
         if run.starting is not None and not run.starting.done():
             await asyncio.wait([run.starting])
         changing: list[asyncio.Task[Any]] = [*run.freezing.values()]
@@ -307,12 +324,15 @@ class Leasing:
         if changing:
             await asyncio.wait(changing)
         if run.group is not None:
+            # Before any volume is removed: members may have each other's folders mounted (decision 29).
             await run.group.end_programs()
         stopped = await run.stop()
         if run.group is not None:
             run.group.leave(run)
             if run.held.request.joins is None and run.group.runs:  # its end is that of all
                 await asyncio.wait([each.ending for each in run.group.runs if each.ending is not None])
+        # After the sandbox, whose root stands on them.
+        # After the sandbox, whose root stands on them.
         self._layers.leave(run)
         return self._finish(run, replace(stopped, seconds=time.monotonic() - began))
 
@@ -320,6 +340,7 @@ class Leasing:
         held = run.held
         ended = self._table.finish_end(held, self._state.now(), stopped)
         del self._runs[held.lease_id]
+        # Not forgotten: answers of the lease's last calls may still be asked for.
         self._state.clients.of(held.client_id).journal.trim_lease(held.lease_id)
         self._state.counters["resets"] += 1
         self._state.meters.reset.observe(stopped.seconds, "ok" if stopped.clean else "retired")
@@ -341,6 +362,7 @@ class Leasing:
     def _retire(self, run: LeaseRun, detail: str) -> None:
         log.error("slot-%d is retired: its sandbox could not be confirmed gone: %s", run.held.slot, detail)
         self._state.counters["slots_retired"] += 1
+        # With half of the slots gone something is wrong with the host: a new container is better.
         limit = self._config.max_retired or max(1, self._config.slots // 2)
         if len(self._table.retired) >= limit:
             self.mark_broken(
@@ -351,6 +373,7 @@ class Leasing:
 
     async def _confirm_later(self, run: LeaseRun) -> None:
         """Use a retired slot again once its old sandbox is confirmed gone."""
+        # A process in an uninterruptible wait ends when its disk or device answers; longer than this, hardly ever.
         for pause in (0.5, 2.0, 10.0, 60.0):
             await asyncio.sleep(pause)
             if (await run.stop()).clean:
@@ -381,6 +404,7 @@ class Leasing:
         if client is None:
             return None
         if hello.holds is not None:
+            # None: a client that tells nothing of its leases loses none.
             self._end_unheld(client, frozenset(hello.holds))
         if self._table.draining:
             connection.send(Draining())
@@ -404,6 +428,7 @@ class Leasing:
 
     async def aclose(self) -> list[Stopped]:
         """End every lease and stop every sandbox. Returns how those of the warm pool stopped."""
+        # First, so that nothing is granted while the rest ends.
         self.drain(0)
         await self._confirming.cancel()
         ends = [self.end(run.held, SlotLost.code, "the sandbox server ended") for run in list(self._runs.values())]

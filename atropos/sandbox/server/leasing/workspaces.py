@@ -55,6 +55,7 @@ class Workspaces:
             LeaseExpired, SlotLost: the lease is over, or was lost by the attempt.
             NotSupported, PoolFull: a bound of `SnapshotStore`.
         """
+        # A repeated request: it was taken, and the answer lost.
         known = self._state.snapshots.by_id.get(snapshot_id or "")
         if known is not None:
             return known.info
@@ -63,6 +64,7 @@ class Workspaces:
         task = run.freezing.get(name)
         if task is None:
             run.check_active()
+            # Before anything is frozen: a workspace must not be ended for a snapshot that has no room.
             self._layers.reserve(name, run.layers)
             task = run.freezing[name] = self._state.tasks.spawn(
                 self._queue_freeze(run, name, beside=beside), f"freeze {name}", awaited=True
@@ -102,15 +104,18 @@ class Workspaces:
             self._leasing.end(run.held, SlotLost.code, f"the snapshot failed, and the workspace with it: {error}")
             raise
         snapshot = self._state.snapshots.commit(name, layer, below, request.client_id, run.base, self._state.now())
+        # After `commit`, which holds the new stack: the layers below are in it, and must not become unused in between.
         self._layers.leave(run)
         self._layers.use(run, snapshot)
         try:
             sandbox = await self._leasing.take(run, old)
         except BaseException as error:
+            # The client gets an error, and so would not know of a snapshot to drop.
             self._layers.drop_snapshot(name)
             self._leasing.end(run.held, SlotLost.code, f"the workspace did not start again above its snapshot: {error}")
             raise
         self._state.meters.snapshot.observe(time.monotonic() - began, "ok")
+        # Before the barrier ends, so that the next call runs in the new one.
         run.sandbox = run.lanes.sandbox = sandbox
         self._leasing.watch(run, sandbox)
         self._leasing.warm_pool.fill()
@@ -124,6 +129,7 @@ class Workspaces:
         snapshot = self._state.snapshots.commit(
             name, layer, run.layers, run.held.request.client_id, run.base, self._state.now()
         )
+        # Held before the old ones are released: both may have layers in common.
         self._layers.hold(snapshot.layers)
         self._layers.release(run.view_layers)
         run.view_layers = snapshot.layers
@@ -138,6 +144,7 @@ class Workspaces:
             SandboxError: no view could be started; the lease goes on as before.
         """
         run = self._state.active_run(lease_id, epoch)
+        # One view a lease (decision 8); a failed one may be asked for again.
         if run.viewing is None or (run.viewing.done() and run.viewed is None):
             run.viewing = self._state.tasks.spawn(self._open_view(run, folders), "open a view", awaited=True)
         return await asyncio.shield(run.viewing)
@@ -148,6 +155,7 @@ class Workspaces:
             _check_alone(run)
             assert run.sandbox is not None
             view, info = await self._start_view(run, run.sandbox, folders)
+            # Together, without an await: `_end` stops whatever the run names.
             run.viewed, run.sandbox = run.sandbox, view
             run.lanes.sandbox = view
             self._leasing.watch(run, view)
@@ -165,6 +173,7 @@ class Workspaces:
         if run is not other and (run.group is None or other.group is not run.group):
             raise NotSupported("mounts: the two leases are not of one group; one joins the other first")
         task = self._state.tasks.spawn(self._mount(run, other, wanted), "mount", awaited=True)
+        # The end of either lease waits for it.
         run.mounting.add(task)
         task.add_done_callback(run.mounting.discard)
         return MountResult(refused=await asyncio.shield(task))
@@ -173,6 +182,7 @@ class Workspaces:
         assert run.lanes is not None
         group, lease_id = run.group, run.held.lease_id
         async with run.lanes.barrier():
+            # A repeated request must not mount once more on top.
             if group is not None and group.mounts.get((lease_id, wanted.path)) == wanted:
                 return None
             assert run.sandbox is not None
@@ -193,6 +203,7 @@ class Workspaces:
         try:
             return await start()
         except SandboxError as error:  # for example, one of its processes was killed
+            # Neither gets better by another try.
             if isinstance(error, NotSupported) or sandbox.died.done():
                 raise
             log.warning("slot-%d: no view: %s; it is retried", run.held.slot, error)

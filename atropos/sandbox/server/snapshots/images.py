@@ -62,9 +62,11 @@ class Images:
             return ImageState(source=name, phase="ready", done=1.0, image=known)
         if parsed.transport == "atropos-build" or not pull:
             raise ImageUnavailable(f"image {source}: it is not on this server's host")
+        # Its file is on the client's machine: the server can't read it.
         if parsed.transport != "docker" and archive is None and name not in self._preparing:
             raise NotSupported(f"image {source}: send it as an archive (PUT /v1/images/archive?source=…)")
         preparing = self._begun(parsed, lambda progress: store.prepare(parsed, progress, archive))
+        # `wait` cancels nothing: the preparation goes on for whoever asks next.
         await asyncio.wait([preparing], timeout=wait_s)
         return preparing.result() if preparing.done() else self._states[name]
 
@@ -112,6 +114,7 @@ class Images:
             SandboxError: there is no such snapshot.
         """
         snapshot = self._state.snapshots.get(snapshot_id)
+        # An image's own layer is one folder: several would have to be merged first.
         if len(snapshot.layers) != 1:
             raise NotSupported(f"snapshot {snapshot_id!r} has {len(snapshot.layers)} layers: only one can be an image")
         base = snapshot.base
@@ -120,6 +123,7 @@ class Images:
         layer = snapshot.layers[0]
         image = _built(wanted.key, layer.bytes, parent if below is None else below.id, parent, wanted)
         store = self._state.host.store
+        # While it is copied, its owner may drop the snapshot.
         self._layers.hold(snapshot.layers)
         try:
             return await store.keep(image, lambda target: store.copy_layer(layer.path, target))
@@ -177,6 +181,7 @@ class Images:
             state = ImageState(source=name, phase="failed", error=f"image {name}: {error}")
         finally:
             self._state.meters.prepare.observe(time.monotonic() - began, result)
+            # In the same turn in which the task ends: whoever asks next starts anew, or finds the image in the store.
             del self._preparing[name], self._states[name]
         return state
 
@@ -228,6 +233,7 @@ class Images:
     def forget_unused(self, arriving: AbstractSet[str | None]) -> None:
         """Let the store remove images on which no lease and no snapshot stands, nor one that is being imported."""
         runs, snapshots = self._state.runs.values(), self._state.snapshots.by_id.values()
+        # Also those of snapshots that are on their way: their base was checked when they began.
         used = arriving | {run.base for run in runs} | {snapshot.base for snapshot in snapshots}
         for base in [each for each in self._bases if each not in used]:
             del self._bases[base]

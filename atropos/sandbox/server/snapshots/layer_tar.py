@@ -51,6 +51,7 @@ async def _program(mode: str, layers: Sequence[str], *, compress: bool) -> async
 async def _ended(process: asyncio.subprocess.Process, what: str) -> None:
     """Wait for the program's end; raises `SandboxError` where it failed."""
     assert process.stderr is not None
+    # Bounded: the program prints one line, but it has read what a client sent.
     message = (await process.stderr.read(4096)).decode(errors="replace").strip()
     if await process.wait() != 0:
         kind = InvalidSnapshot if process.returncode == snapshot_tar.INVALID else SandboxError
@@ -89,6 +90,7 @@ async def packed_layers(
     try:
         yield chunks()
     finally:
+        # A reader that goes away must not leave the program behind, with the layers' folders open.
         await asyncio.shield(_stop(process))
 
 
@@ -109,6 +111,7 @@ async def unpack_layers(
         try:
             while (chunk := await _next(chunks)) is not None:
                 process.stdin.write(chunk)
+                # Back-pressure: the sender is not read faster than the program writes to the disk.
                 await process.stdin.drain()
         except TimeoutError:
             raise SandboxError(f"{what}: nothing came for {SILENT_S:g} s") from None

@@ -26,6 +26,7 @@ class Layers:
         Raises:
             NotSupported, PoolFull: as there.
         """
+        # Living clients' snapshots are never dropped for others: a fork counts on them.
         for snapshot in sorted(self._store.by_id.values(), key=lambda each: each.touched_at):
             if not self._store.full:
                 break
@@ -50,6 +51,7 @@ class Layers:
             run.snapshot.users -= 1
             run.snapshot.touched_at = self._state.now()
             run.snapshot = None
+        # Emptied in the same step: leaving twice releases nothing twice.
         layers, run.layers, run.view_layers = (*run.layers, *run.view_layers), (), ()
         self.release(layers)
 
@@ -64,6 +66,7 @@ class Layers:
     def drop(self, layers: Sequence[SnapshotLayer]) -> None:
         """Give layers back to the host on which nothing stands."""
         for layer in layers:
+            # In the background: freeing a million files takes a second, and callers hold locks and answers.
             self._state.tasks.spawn(self._drop(layer), "drop a layer")
 
     async def _drop(self, layer: SnapshotLayer) -> None:

@@ -99,6 +99,7 @@ class SnapshotTransfer:
             return known.info
         if not 1 <= wanted.layers <= MAX_LAYERS:
             raise NotSupported(f"layers: {wanted.layers} is not between 1 and {MAX_LAYERS}")
+        # Before the bytes come: without its base the layers mean nothing here.
         self._images.ensure_base(wanted.base)
         self._layers.reserve(wanted.snapshot_id, ())
         self._arriving[wanted.snapshot_id] = wanted

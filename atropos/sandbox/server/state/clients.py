@@ -68,6 +68,7 @@ class ClientState:
 
     async def wait_for_room(self) -> None:
         """Wait until the client has acknowledged enough."""
+        # In a loop: another lane of the same client may have filled the room again.
         while self.journal.congested:
             self.acked.clear()
             await self.acked.wait()
@@ -144,10 +145,12 @@ class ClientTable:
         connection still delivers must be ignored: its calls were sent again on the newer one.
         """
         client = self.of(hello.client_id)
+        # A packet that was long under way: the newer connection has taken over its calls.
         if hello.connection < client.number:
             return None
         old, client.connection, client.number = client.connection, connection, hello.connection
         if old is not None:
+            # Cut, not closed: a close would deliver what is queued, whose answers belong to the newer one now.
             old.abort("replaced by a newer connection of the same client")
         self._leases.seen(client.client_id, self._now())
         for each in self._leases.unreported(client.client_id):
@@ -157,6 +160,7 @@ class ClientTable:
 
     def disconnect(self, client: ClientState, connection: Connection) -> None:
         """A stream is over; the client's leases live on for their time."""
+        # A replaced connection ends later than its successor begins.
         if client.connection is connection:
             client.connection = None
 
@@ -179,6 +183,7 @@ class ClientTable:
         leases = self._leases
         for client_id, client in list(self._all.items()):
             for lease_id in client.journal.lease_ids():
+                # The table has forgotten the lease itself: nothing can refer to its calls any more.
                 if lease_id not in leases.held and lease_id not in leases.ended:
                     client.journal.forget_lease(lease_id)
             client.signal_room()

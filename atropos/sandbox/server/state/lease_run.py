@@ -33,6 +33,7 @@ class LeaseGroup:
 
         What can't be confirmed gone is found again, and reported, when its own sandbox is stopped.
         """
+        # Once for all members, whichever ends first.
         if self._ending is None:
             sandboxes = [run.sandbox for run in self.runs if run.sandbox is not None]
             self._ending = asyncio.gather(*(each.end_programs() for each in sandboxes), return_exceptions=True)
@@ -87,6 +88,7 @@ class LeaseRun:
 
     async def stop(self) -> Stopped:
         """Stop its sandboxes; `clean` when all are confirmed gone. With what all sandboxes of the lease have used."""
+        # A view and the slot under it: either may be what can't be confirmed gone.
         held = [sandbox for sandbox in (self.sandbox, self.viewed) if sandbox is not None]
         results = await asyncio.gather(*map(stop, held))
         for each in results:

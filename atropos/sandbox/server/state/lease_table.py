@@ -202,14 +202,18 @@ class LeaseTable:
             self._satisfy(request)
         else:
             self._take_kept(request.client_id, request.joins.lease_id, room)
+        # Never reset, and over all leases: a call that names an old lease can't hit a new one (a fencing token).
         self.epoch += 1
+        # The least shared first.
         gpus = tuple(number for number, _ in self._free_gpus.most_common(room.gpus)) if room.gpus else ()
         self._free_gpus.subtract(gpus)
+        # popleft, with `append` in `restore`: a slot's name is used again as late as possible.
         held = HeldLease(request, self._free.popleft(), room, self.epoch, now, now, gpus, for_joins)
         self.held[request.lease_id] = held
         self.room -= room
         self._counts[request.client_id] += 1
         self._held_room[request.client_id] = self._held_room.get(request.client_id, NOTHING) + room
+        # Not overwritten: asking for a lease renews no other one, heartbeats do.
         self._seen.setdefault(request.client_id, now)
         return held
 
@@ -223,6 +227,7 @@ class LeaseTable:
                 f"joins: {room} asked for, the lease keeps {joined.for_joins}; name it in limits.members"
             )
         joined.for_joins -= room
+        # Moved from the joined lease to the free room, from which the grant takes it: the sum stays the same.
         joined.room -= room
         self.room += room
         self._held_room[client_id] -= room
@@ -246,9 +251,11 @@ class LeaseTable:
         wanting = {name: fresh for name, want in self._wants.items() if (fresh := want.fresh(now))}
         if not wanting:
             return NOTHING
+        # All that have or want a lease: an equal share of a full container for each.
         sharing = {client_id, *wanting, *(name for name, count in self._counts.items() if count)}
         share = (self._capacity - self.retired_room) // len(sharing)
         mine = self._wants.get(client_id)
+        # Fewest leases first, then longest wanting: a client that has none is never behind one that has some.
         rank = (self._counts[client_id], mine.first if mine else now)
         reserved = (
             sum(fresh, NOTHING).least(
@@ -272,6 +279,7 @@ class LeaseTable:
         """One request less is wanted: this one, or, asked under a new id, the oldest."""
         want = self._wants.get(request.client_id)
         if want is not None:
+            # Pools ask again under a new id (a refused one is never granted), so that the oldest stands for it.
             del want.requests[request.lease_id if request.lease_id in want.requests else next(iter(want.requests))]
             if not want.requests:
                 del self._wants[request.client_id]
@@ -297,6 +305,7 @@ class LeaseTable:
             for request in want.requests.values():
                 if not request.offered and is_connected(name):
                     request.last = now
+                # Once: a client that doesn't come for it must not hold the slot for ever.
                 request.offered = True
         return self.wanting()
 
@@ -330,11 +339,13 @@ class LeaseTable:
         if not self._counts[client_id]:
             self._seen.pop(client_id, None)
             self._wants.pop(client_id, None)
+            # A Counter would keep the zero, and with it the client's name.
             del self._counts[client_id]
             self._held_room.pop(client_id, None)
 
     def expires_at(self, held: HeldLease) -> float:
         """When a lease ends unless it is renewed."""
+        # By its own renewal or by anything that its client sent.
         return max(held.renewed_at, self._seen.get(held.client_id, held.renewed_at)) + held.request.ttl_s
 
     def due(self, now: float) -> list[HeldLease]:
@@ -365,6 +376,7 @@ class LeaseTable:
         del self.held[held.lease_id]
         self._counts[held.client_id] -= 1
         self._held_room[held.client_id] -= held.room
+        # Retired first, restored if clean: one path gives the room back, now or when it is confirmed later.
         self.retired[held.slot], self._retired_gpus[held.slot] = held.room, held.gpus
         if stopped.clean:
             self.restore(held.slot)

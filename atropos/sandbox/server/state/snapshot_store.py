@@ -89,6 +89,7 @@ class SnapshotStore:
             raise NotSupported(f"snapshot {snapshot_id!r} is being taken of another workspace; choose another id")
         if reason := self.full:
             raise PoolFull(f"{reason}; drop one first")
+        # Counts towards the bounds at once: two freezes side by side must not both get the last place.
         self.pending.add(snapshot_id)
 
     def commit(
@@ -104,6 +105,7 @@ class SnapshotStore:
         self.pending.discard(snapshot_id)
         snapshot = StoredSnapshot(snapshot_id, (top, *below), owner, base, touched_at=now)
         self.by_id[snapshot_id] = snapshot
+        # In the same step as `by_id`: a layer without a user is dropped.
         self.hold(snapshot.layers)
         return snapshot
 

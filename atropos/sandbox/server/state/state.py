@@ -28,6 +28,7 @@ class ServerState:
     def __init__(self, config: ServerConfig, host: Host, clock: Callable[[], float]) -> None:
         self.config = config
         self.host = host
+        # New with each process: a client sees by it that all it knew of this address is gone.
         self.boot_id = uuid.uuid4().hex
         self.limit_note: str | None = None
         self.table = LeaseTable(config.slots, config.slot_room, config.beside(config.slots, host.disk_mib), config.gpus)
@@ -50,6 +51,7 @@ class ServerState:
 
     def now(self) -> float:
         """Seconds of a monotonic clock without the time in which this process was stopped: see `forgive`."""
+        # Clients that could not be heard while the process was stopped must not lose their leases for it.
         return self._clock() - self._asleep_s
 
     def forgive(self, gap_s: float) -> None:

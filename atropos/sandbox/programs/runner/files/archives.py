@@ -93,6 +93,7 @@ class Packer:
         pending = [(top, ".")]
         while pending:
             path, name = pending.pop()
+            # The top may be a link, which the caller named; below it a link could lead out.
             follow = 0 if name == "." else os.O_NOFOLLOW
             try:
                 folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | follow)
@@ -101,6 +102,7 @@ class Packer:
             below: list[tuple[str, str]] = []
             try:
                 status = os.fstat(folder)
+                # /proc has endless files, and files of PID 1's own.
                 if is_special(status.st_dev):
                     continue
                 self.header(f"{name}/", status, b"5")
@@ -123,6 +125,7 @@ class Packer:
                 if not is_special(status.st_dev):
                     self.header(name, status, b"2", os.readlink(entry, dir_fd=folder))
                 return
+            # What it is was asked of the name; it is asked again of the descriptor below.
             fd = open_at_once(entry, os.O_RDONLY | os.O_NOFOLLOW, folder=folder)
         except OSError as error:
             if error.errno in REPLACED:
@@ -144,6 +147,7 @@ class Packer:
                 return
         size = status.st_size
         self.header(name, status, b"0")
+        # Before it is read: a file beyond the bound shall not be read for nothing.
         self.out.claim(len(self.pending) + size)
         if size > PACK_BYTES // 2:
             self.out.write(self.pending)
@@ -153,6 +157,7 @@ class Packer:
             data = os.read(fd, size) if size else b""
             self.pending += data
             got = len(data)
+        # The header has promised `size` bytes; what follows would be read as content.
         if got < size:
             raise OpFailed("io", "a file became shorter while it was read")
         self.pending += CONTENT_END[: -size % 512]

@@ -38,6 +38,7 @@ def op_read_file(call: int, path: str, offset: int, max_bytes: int, user: str | 
         return
     fd, status = open_regular(path)
     try:
+        # A fork takes longer than reading a small file from memory.
         if not is_special(status.st_dev) and min(max_bytes, max(0, status.st_size - offset)) <= SMALL_FILE:
             link.answer(call, *read_result(fd, status, offset, max_bytes))
             return
@@ -81,6 +82,7 @@ def op_write_file(
     identity = identity_of(user) if user else None
 
     def job() -> Outcome:
+        # A user may be allowed to write a file but not its folder, where a rename would need to.
         how = os.O_APPEND if append else os.O_TRUNC if identity else 0
         return write_file(path, data, mode, if_sha256, in_place=how)
 
@@ -143,6 +145,7 @@ def folder_of(path: str) -> tuple[int, str]:
     """(descriptor of the parent folder, name), symbolic links in the last place followed, and never into /proc."""
     at, name = None, path
     try:
+        # The kernel's own bound of links in a path (path_resolution(7)).
         for _ in range(40):
             parent, _, last = name.rpartition("/")
             if last in ("", ".", ".."):
@@ -176,6 +179,7 @@ def replace_file(folder: int, name: str, pieces: Iterable[bytes], mode: int | No
         try:
             for data in pieces:
                 write_all(fd, data)
+            # The new file would be root's: programs of another user could not write it any more.
             if old is not None and (old.st_uid, old.st_gid) != (os.geteuid(), os.getegid()):
                 os.fchown(fd, old.st_uid, old.st_gid)
             if mode is None and old is not None:
@@ -197,6 +201,8 @@ def check_unchanged(folder: int, name: str, wanted: str) -> None:
     except FileNotFoundError:
         raise OpFailed("changed", "the file is gone") from None
     try:
+        # Twice what a read returns at most (MAX_FILE_BYTES): a larger file was never read as a whole, and has no
+        # digest.
         digest, budget = sha256(), 64 << 20
         while budget > 0 and (data := os.read(fd, 1 << 18)):  # piece by piece: PID 1's memory is the slot's
             digest.update(data)

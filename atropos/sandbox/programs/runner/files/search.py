@@ -57,6 +57,7 @@ class Wanted:
         try:
             self.line = re.compile(pattern, flags)
             self.keeps_crlf = CARRIAGE_RETURN.search(pattern) is not None
+            # MULTILINE: `^` and `$` mean the ends of lines here, as they do where each line is searched alone.
             self.anywhere = None if LINE_ALONE.search(pattern) else re.compile(pattern, flags | re.MULTILINE)
         except (re.error, RecursionError, OverflowError) as error:
             raise OpFailed("bad_pattern", f"the pattern is not a regular expression: {error}") from None
@@ -91,6 +92,7 @@ def walk(top: str) -> Iterator[tuple[str, os.stat_result]]:
             if is_special(status.st_dev):
                 continue
             if entry.is_dir(follow_symlinks=False):
+                # Its objects are compressed, and matches in its index and logs help nobody.
                 if entry.name != ".git":
                     folders.append(entry.path)
             elif entry.is_file(follow_symlinks=False):
@@ -119,6 +121,7 @@ class Matches:
 def files_of(glob: str) -> re.Pattern[str]:
     """What a glob's paths and names look like. `*.{c,h}` is `*.c` and `*.h`; `**/` is `*/`, of any depth, or none."""
     globs: list[str] = []
+    # fnmatch's `*` crosses slashes, so that `**/` only has to allow for no folder at all.
     pending = [glob.removeprefix("./").replace("**/", "{*/,}")]
     while pending and len(globs) + len(pending) <= MAX_CHOICES:
         one = pending.pop()
@@ -133,6 +136,7 @@ def files_of(glob: str) -> re.Pattern[str]:
 def search(path: str, wanted: Wanted | None, glob: str | None, max_matches: int, context: int) -> Outcome:
     """The files of a name, or the lines of files that match."""
     if os.path.islink(path):
+        # A named link is followed, those below are not.
         path = os.path.realpath(path)
     matches = Matches(max_matches)
     files, budget, cut = 0, MAX_SEARCH_BYTES, False
@@ -150,6 +154,7 @@ def search(path: str, wanted: Wanted | None, glob: str | None, max_matches: int,
             continue
         data = searchable(name, status.st_size)
         budget -= len(data)
+        # A NUL near the start means a binary file, by the rule of grep and git.
         if b"\0" not in data[:8192]:
             if not wanted.keeps_crlf:
                 data = data.replace(b"\r\n", b"\n")  # as bytes: as text it may take four times as much

@@ -33,6 +33,7 @@ class StreamWork(Work):
     __slots__ = ()
 
     def __init__(self, call: int, job: Callable[[], Outcome]) -> None:
+        # Descriptors arrive in the order of their operations: the first belongs to this one.
         stream = link.descriptors.pop(0)
         try:
             super().__init__(call, job, stream)
@@ -81,6 +82,7 @@ class Incoming(io.RawIOBase):
             while got < 4:
                 got += receive(memoryview(length)[got:])
             self.remaining = int.from_bytes(length, "little")
+            # An empty chunk is the end; the end of the socket alone would look the same where the server has died.
             self.over = not self.remaining
         if self.over:
             return 0

@@ -18,6 +18,7 @@ MOST = 0o77777777777
 def tar_header(name: str, status: os.stat_result, kind: bytes, link: str = "") -> bytes:
     """A member's header: a regular file (b"0"), hard link (b"1"), symbolic link (b"2") or folder (b"5")."""
     member, target = name.encode("utf-8", "surrogateescape"), link.encode("utf-8", "surrogateescape")
+    # Only a regular file has content: a reader would skip as many bytes after a link or folder.
     mtime, size = int(status.st_mtime), status.st_size if kind == b"0" else 0
     records = b""
     if not fits(member):
@@ -56,6 +57,7 @@ def is_utf8(data: bytes) -> bool:
 def pax_record(key: bytes, value: bytes) -> bytes:
     """`length key=value` as a line, whose length counts itself."""
     rest = len(key) + len(value) + 3
+    # Twice: the first length may have one digit more than its rest.
     length = rest + len(str(rest))
     length = rest + len(str(length))
     return b"%d %b=%b\n" % (length, key, value)

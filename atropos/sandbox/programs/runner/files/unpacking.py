@@ -59,6 +59,7 @@ class TarMember:
     __slots__ = ("gid", "kind", "link", "mode", "mtime", "name", "size", "uid")
 
     def __init__(self, block: bytes, extended: dict[str, str]) -> None:
+        # The checksum counts its own field as eight spaces (32 each).
         if block[148:156].strip(b"\0 ") == b"" or number(block[148:156]) != sum(block, 256) - sum(block[148:156]):
             raise OpFailed("bad_path", "not an uncompressed tar archive: a header's checksum is wrong")
         self.kind = block[156:157]
@@ -66,6 +67,7 @@ class TarMember:
         if block[257:263] == b"ustar\0" and block[345]:
             name = f"{string(block[345:500])}/{name}"
         name = extended.get("path", name)
+        # Archives from before POSIX mark a folder by the slash alone.
         if self.kind in b"\0" and name.endswith("/"):
             self.kind = b"5"
         self.name = name.rstrip("/")
@@ -89,6 +91,7 @@ def members(source: Readable) -> Iterator[TarMember]:
     first = True
     while True:
         block = source.read(512)
+        # A block of zeros ends an archive; some writers leave it out.
         if block == bytes(512) or not (block or first):
             return
         if len(block) < 512:
@@ -101,6 +104,7 @@ def members(source: Readable) -> Iterator[TarMember]:
             data = exactly(source, member.size + -member.size % 512)[: member.size]
             if member.kind == b"x":
                 extended |= pax_records(data)
+            # Global pax headers (git's commit id, for example) name no member's field that matters here.
             elif member.kind != b"g":
                 extended["path" if member.kind == b"L" else "linkpath"] = string(data)
             continue
@@ -184,6 +188,7 @@ class Places:
         Folders are made as needed.
         """
         parts = os.path.normpath(name).split("/")
+        # normpath has brought every `..` that leads out to the front.
         if parts[0] in ("", ".."):
             raise OpFailed("bad_path", f"the archive names a path outside its folder: {text(name)}")
         if parts[:-1] == self.last:
@@ -194,6 +199,7 @@ class Places:
                 below = self.open_below(fd, part)
             except FileNotFoundError:
                 os.mkdir(part, 0o755, dir_fd=fd)
+                # It was made just now: a link there would be another program's doing.
                 below = self.open_below(fd, part, os.O_NOFOLLOW)
             os.close(fd)
             fd = below
@@ -211,6 +217,7 @@ def extract(source: Readable, member: TarMember, places: Places) -> None:
             os.mkdir(name, 0o755, dir_fd=folder)
         except FileExistsError:
             pass
+        # Its mode is set at once: `pack` writes folders before their contents, and root may write to any.
         finish_member(places.open_below(folder, name), member)
     elif member.kind == b"2":
         replacing(folder, name, lambda: os.symlink(member.link, name, dir_fd=folder))
@@ -220,6 +227,7 @@ def extract(source: Readable, member: TarMember, places: Places) -> None:
         os.chown(name, member.uid, member.gid, dir_fd=folder, follow_symlinks=False)
         os.chmod(name, member.mode, dir_fd=folder)
     elif member.kind == b"1":
+        # `places` closes its descriptor at the next name.
         folder = os.dup(folder)
         at, target = places.of(member.link)
         replacing(folder, name, lambda: os.link(target, name, src_dir_fd=at, dst_dir_fd=folder, follow_symlinks=False))

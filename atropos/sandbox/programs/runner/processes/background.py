@@ -73,6 +73,7 @@ class Proc:
         """Add a piece to the rolling buffer."""
         self.buffer += data
         self.total += len(data)
+        # In larger steps than a read: each cut moves what remains.
         if len(self.buffer) > self.size + CHUNK:
             del self.buffer[: -self.size]
         self.last = now()
@@ -80,6 +81,7 @@ class Proc:
     def was_read(self, offset: int) -> None:
         """Note that the caller has everything before `offset`; read on if that makes room."""
         self.seen = max(self.seen, min(offset, self.total))
+        # Half: otherwise each read would stop and start it again.
         if self.fd >= 0 and self.total - self.seen < self.size // 2:
             loop.watch(self.fd, self.readable)
 
@@ -89,6 +91,7 @@ class Proc:
             loop.unwatch(self.fd)
             loop.unwatch_room(self.fd)
             os.close(self.fd)
+            # A terminal has one descriptor for both directions.
             if self.stdin == self.fd:
                 self.stdin = -1
             self.fd = -1
@@ -133,6 +136,7 @@ class Proc:
 
     def drain(self) -> None:
         """Read what is in the pipe."""
+        # What it left running may print without end.
         budget = 64
         while budget and self.fd >= 0:
             if self.hold:  # all that is in the pipe is kept
@@ -158,6 +162,7 @@ class Proc:
         start = min(max(offset, first), self.total)
         at = start - self.total + len(self.buffer)
         data = bytes(self.buffer[at : at + limit])
+        # The caller has its end and everything before it: the place may be given to another.
         if limit and not self.running and start + len(data) == self.total:
             self.unread = False
         fields: dict[str, object] = {
@@ -199,6 +204,7 @@ class Proc:
         except BlockingIOError:
             loop.watch_room(self.stdin, self.feed)
             return
+        # EPIPE: it has closed its input, which is its own affair.
         except OSError:
             self.queue.clear()
             self.close_stdin()
@@ -237,6 +243,8 @@ class Waiter:
     def check(self) -> None:
         """Answer if its condition holds."""
         moment, proc = now(), self.proc
+        # Each check sets its own: an earlier one would answer too soon.
+        # Each check sets its own: an earlier one would answer too soon.
         loop.timers.pop(self.timer, None)
         wake = self.deadline
         if not proc.running or moment >= self.deadline or (self.until == "output" and proc.total > self.offset):
@@ -293,6 +301,7 @@ def op_proc_start(
         proc.errors.hold = proc.errors.unread = hold
     proc.hold, proc.unread = hold and not pty, hold
     if pty:
+        # TERM may be chosen by the caller; LINES and COLUMNS must agree with the terminal.
         env = {"TERM": "xterm-256color", **env, "LINES": str(rows), "COLUMNS": str(cols)}
     launch = Launch(command, workdir, env, user)
     try:
@@ -304,6 +313,7 @@ def op_proc_start(
         raise launch.failure(error) from None
     procs[proc.id] = proc
     children.running[proc.pid] = proc
+    # Only once it has started and is listed: a failed start leaves nothing that could be called back.
     loop.watch(proc.fd, proc.readable)
     if proc.errors:
         proc.errors.pid = proc.pid
@@ -330,6 +340,7 @@ def start_on_terminal(proc: Proc, launch: Launch, rows: int, cols: int) -> None:
     master, path = open_terminal(rows, cols)
     try:
         if launch.identity:
+            # As login does (grantpt(3)): programs of that user open their terminal by its path.
             os.chown(path, launch.identity.uid, launch.identity.gid)
         proc.outputs = [place_of(path)]
         proc.pid = launch.start((state.null, state.null, state.null), path)
@@ -388,6 +399,7 @@ def op_proc_write(call: int, id: str, data: bytes, eof: bool, rows: int | None, 
     if (rows is not None or cols is not None) and proc.pty and proc.fd >= 0:
         resize(proc.fd, rows, cols)
     if data or eof:
+        # A terminal has no end of its own: ^D is what its line discipline takes for one (VEOF).
         proc.write(data + b"\x04" if proc.pty and eof else data, eof=eof and not proc.pty)
     link.answer(call, "done", {"count": len(data)})
 
@@ -401,6 +413,7 @@ def op_proc_kill(call: int, id: str, signal: str) -> None:  # noqa: A002
     if proc.running:
         signal_session(proc.pid, getattr(signals, f"SIG{signal}"))
         if signal == "TERM":
+            # `kill` looks whether it still runs: pids may be given to others by then.
             loop.later(now() + TERM_GRACE_S, proc.kill)
     answer_state(call, proc, proc.total)
 

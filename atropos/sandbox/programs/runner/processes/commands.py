@@ -49,6 +49,7 @@ class Pipe:
 
     def drain(self) -> None:
         """Read what the ended program left in it, but not what a background child is still writing."""
+        # A pipe has 64 KiB by itself; the rest is for one that a program made larger (F_SETPIPE_SZ).
         budget = 1 << 20
         while budget > 0 and self.fd >= 0 and (got := self.read()):
             budget -= got
@@ -95,6 +96,7 @@ class Command:
         loop.timers.pop(self.timer, None)
         least, most = READ_AFTER_S
         took = now() - self.started
+        # On the class: the next command is most likely of the same kind.
         Command.patience = least if self.all.total > CHUNK // 2 else min(max(2 * took, least), most)
         if self.timed_out or self.cancelled:
             self.settle(code, now() + KILL_PATIENCE_S)
@@ -129,6 +131,7 @@ class Command:
 
     def settle(self, code: int, until: float) -> None:
         """Answer a killed command once its whole session is gone, not only its first process."""
+        # A caller of a killed command counts on its processes being gone, with their locks and ports.
         if not session_members(self.pid) or now() > until:
             self.finish(code)
             return
@@ -152,6 +155,7 @@ class Command:
         output = self.all.value()
         lost = self.all.dropped()
         cut = lost > 0 or self.cut
+        # Written as text: building and encoding the dictionary would take a tenth of such a call.
         if not (cut or self.timed_out or self.cancelled or self.out) and code is not None:
             # the common case: omitted fields have their defaults
             alone = ',"alone":true' if children.alone and not children.running else ""
@@ -182,6 +186,7 @@ class Command:
 
     def give_up(self) -> None:
         """Answer although SIGKILL has not ended it."""
+        # Taken out first: when it is reaped at last, nobody is to be told.
         if children.running.pop(self.pid, None) is not None:
             self.ended(-9)
 
@@ -231,6 +236,7 @@ def op_exec(
     task.pipes = [Pipe(fd, parts) for fd, parts in zip(outputs, buffers, strict=True)]
     children.running[task.pid] = task
     link.calls[call] = task
+    # From before the start, which may take long on a busy machine.
     task.ends = task.started + min(timeout_s or state.wall_s, state.wall_s)
     task.wait()
 

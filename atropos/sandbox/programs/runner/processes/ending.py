@@ -32,7 +32,10 @@ def op_end_all(call: int) -> None:
 
 def op_quiesce(call: int) -> None:
     """Kill every other process, and answer when this one is alone."""
+    # Before the kill; without this process itself.
     count = sum(name.isdigit() for name in os.listdir("/proc")) - 1
     kill_all()
     children.quiescing.append((call, count))
+    # Where nothing runs, no SIGCHLD would come to answer the call.
+    # Where nothing runs, no SIGCHLD would come to answer the call.
     children.reap()

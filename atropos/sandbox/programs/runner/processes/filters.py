@@ -50,7 +50,7 @@ class Filters:
         self,
         session: int,
         outputs: Iterable[Place],
-        given: Place | None,
+        own_input: Place | None,
         progress: Callable[[], int | None],
         ended: Callable[[bool], None],
         until: float = inf,
@@ -61,13 +61,13 @@ class Filters:
         Args:
             session: the command's.
             outputs: where it printed.
-            given: the pipe that it had as its input.
+            own_input: the pipe that it had as its input.
             progress: how much has been read of all outputs; None: nobody can print to them any more.
             ended: called once, with whether a filter was cut off.
             until: when to give up, at the latest.
             behind: whether a caller has to read first, so that filters wait for it.
         """
-        self.session, self.outputs, self.given = session, frozenset(outputs), given
+        self.session, self.outputs, self.own_input = session, frozenset(outputs), own_input
         self.progress, self.ended, self.behind = progress, ended, behind
         self.began = self.active = now()
         self.until = min(until, self.active + PATIENCE_S)
@@ -84,6 +84,7 @@ class Filters:
         moment = now()
         if ticks or read != self.read:
             self.active, self.read = moment, read
+        # The filters can't go on while the caller reads nothing: time runs only while they could.
         if self.behind():
             self.active, self.until = moment, moment + PATIENCE_S
         over = moment >= min(self.until, self.active + QUIET_S)
@@ -100,8 +101,8 @@ class Filters:
 
     def look_twice(self) -> tuple[int, int]:
         """`at_work`, asked again where it finds nothing: a shell may wait for a program that has just ended."""
-        state = at_work(self.session, self.outputs, self.given)
-        return at_work(self.session, self.outputs, self.given) if state[0] == IDLE else state
+        state = at_work(self.session, self.outputs, self.own_input)
+        return at_work(self.session, self.outputs, self.own_input) if state[0] == IDLE else state
 
     def stop(self) -> None:
         """Wait no longer."""
@@ -109,7 +110,7 @@ class Filters:
         self.ended(True)
 
 
-def at_work(session: int, outputs: frozenset[Place], given: Place | None) -> tuple[int, int]:
+def at_work(session: int, outputs: frozenset[Place], own_input: Place | None) -> tuple[int, int]:
     """What the filters of these outputs do; if the command's session computes, 1 and its ticks of CPU time.
 
     A process of another user can't be looked into: in the session it counts as a filter while it computes.
@@ -119,16 +120,18 @@ def at_work(session: int, outputs: frozenset[Place], given: Place | None) -> tup
     """By where they print: pid, and what it reads."""
     for name in os.listdir("/proc"):
         fields = process_stat(name).rpartition(b")")[2].split() if name.isdigit() and name != "1" else ()
+        # A zombie prints nothing any more.
         if not fields or fields[0] == b"Z":
             continue
         member = int(fields[3]) == session
+        # R or D: it computes, or waits for a disk.
         runs = fields[0] in b"RD" and member
         forked = runs and bool(int(fields[6]) & PF_FORKNOEXEC)
         computes = computes or runs
         ticks += (int(fields[11]) + int(fields[12])) * member
         try:
             source, *targets = [os.stat(f"/proc/{name}/fd/{fd}") for fd in range(3)]
-            starts = forked and has_pipe(name, {*outputs, given})
+            starts = forked and has_pipe(name, {*outputs, own_input})
         except FileNotFoundError:  # it is ending; or it is a shell that is arranging its descriptors
             work = max(work, OPEN if forked else JOB if runs else IDLE)
             continue
@@ -137,7 +140,8 @@ def at_work(session: int, outputs: frozenset[Place], given: Place | None) -> tup
             continue
         place = source.st_dev, source.st_ino
         into, beside = ((target.st_dev, target.st_ino) for target in targets)
-        if S_ISFIFO(source.st_mode) and place != given:
+        # The pipe that the command itself had as its input is the caller's, who may keep it open for ever.
+        if S_ISFIFO(source.st_mode) and place != own_input:
             readers.setdefault(into, []).append((name, place))
             if runs and into in outputs:
                 work = max(work, OPEN)
@@ -145,6 +149,7 @@ def at_work(session: int, outputs: frozenset[Place], given: Place | None) -> tup
                 work = max(work, min(OPEN, input_of(name)))
         elif into in outputs or beside in outputs:
             work = max(work, ENDING if starts else JOB if runs else IDLE)
+    # From the outputs upwards: a filter counts if what it prints ends there, through however many pipes.
     waiting, seen = list(outputs), set(outputs)
     while waiting:
         for pid, place in readers.get(waiting.pop(), ()):
@@ -167,6 +172,7 @@ def has_pipe(pid: str, known: set[Place | None]) -> bool:
 def input_of(pid: str) -> int:
     """What the pipe that a process reads says of it."""
     try:
+        # A second reader of the same pipe: it takes nothing, and poll says whether a writer is left.
         fd = os.open(f"/proc/{pid}/fd/0", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     except OSError:
         return IDLE

@@ -30,6 +30,7 @@ class HeadTail:
             self.head += data[:room]
             data = data[room:]
         self.tail += data
+        # Cut seldom: each time all that stays is moved.
         if len(self.tail) > 4 * self.half + 4 * CHUNK:
             del self.tail[: -self.half]
 

@@ -35,6 +35,7 @@ class Launch:
         """None: a shell."""
         self.identity = identity_of(user) if user else None
         login = self.identity.environment() if self.identity else {}
+        # The usual call adds nothing: the block is made once for all of them.
         self.block = block_of({**state.environment, **login, **env}) if login or env else state.block
         self.where = path_of(workdir) if workdir else WORKSPACE
 
@@ -77,11 +78,13 @@ class Launch:
         data = command.encode("utf-8", "surrogateescape")
         if len(data) > ARGUMENT_LIMIT:
             script = memory_file(data)
+            # By a path and not on its input, which is the command's own.
             arguments, keep = (f"/dev/fd/{script}",), (script,)
         else:
             arguments = ("-c", command)
         try:
             return self.spawn(("/bin/bash", *arguments), stdio, terminal, keep)
+        # Only after a failed start is it looked at: the usual call pays nothing for these cases.
         except (FileNotFoundError, NotADirectoryError):
             if self.where == WORKSPACE and not os.path.isdir(WORKSPACE):
                 make_folders(WORKSPACE)  # the slot's own programs may have removed it
@@ -116,6 +119,7 @@ def give(fds: list[int], identity: Identity) -> None:
 
 def memory_file(data: bytes) -> int:
     """An unlinked file in memory that holds `data`, at its start."""
+    # Not a pipe, which holds 64 KiB and would have to be fed while the program reads.
     fd = os.memfd_create("stdin", os.MFD_CLOEXEC)
     try:
         write_all(fd, data)

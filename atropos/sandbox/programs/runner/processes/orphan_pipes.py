@@ -16,6 +16,7 @@ def adopt(fd: int) -> None:
     loop.unwatch(fd)
     most = min(MAX_ORPHAN_PIPES, os.sysconf("SC_OPEN_MAX") // 4)
     while len(orphan_pipes) >= most:
+        # Its writers get SIGPIPE then; without a bound a loop of commands would use up PID 1's descriptors.
         close_orphan(next(iter(orphan_pipes)))
     orphan_pipes[fd] = True
 

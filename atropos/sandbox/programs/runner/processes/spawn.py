@@ -41,6 +41,7 @@ def spawn(
     if identity is not None and identity.uid == identity.gid == 0:
         identity = None  # as this process is
     started = now()
+    # Before the fork: the score is inherited, and inside nobody can change it afterwards (decision 17).
     state.expose_children()
     try:
         if identity or terminal:
@@ -61,6 +62,8 @@ def spawned(
     """Start it as this process is, and in its folder, which this process enters for that."""
     actions = [(os.POSIX_SPAWN_DUP2, fd, number) for number, fd in enumerate(stdio)]
     actions += [(os.POSIX_SPAWN_DUP2, fd, fd) for fd in keep]  # on itself: it stays open
+    # posix_spawn has no action for the folder; PID 1 is single-threaded, so that nothing else sees it there.
+    # Python's posix_spawn can't set the folder; PID 1 has one thread, so that nothing else sees it there.
     os.chdir(workdir)
     try:
         return first_of(
@@ -91,6 +94,7 @@ def forked(
         for fd in keep:
             os.set_inheritable(fd, True)
         os.chdir(workdir)
+        # Before the terminal is opened: only a session's leader without one gets it as its controlling terminal.
         os.setsid()
         if identity is not None:
             identity.take()
@@ -119,6 +123,7 @@ def in_child(become: Callable[[], None], report: int) -> None:
         become()
     except BaseException as error:
         number = getattr(error, "errno", None) or errno.EINVAL
+        # An exec that succeeds closes the pipe (O_CLOEXEC): an empty report is success.
         os.write(report, b"%dR" % number if isinstance(error, UserRefused) else b"%d" % number)
     finally:
         os._exit(255)
@@ -172,6 +177,7 @@ def read_report(fd: int, pid: int) -> bytes:
             if not (piece := os.read(fd, 64)):
                 return report
             report += piece  # a child writes it in pieces
+        # Stopped by another program, or asleep on a lease: waiting longer would hold up every call of the slot.
         os.kill(pid, signals.SIGKILL)
         raise ShellHeld(errno.EAGAIN, os.strerror(errno.EAGAIN))
     finally:

@@ -21,6 +21,7 @@ def open_terminal(rows: int, cols: int) -> tuple[int, str]:
             raise OpFailed("limit", "the slot's terminals are used up") from None
         raise
     try:
+        # What unlockpt(3) and ptsname(3) do: unlock the other end, and ask for its number.
         fcntl.ioctl(master, TIOCSPTLCK, (0).to_bytes(4, "little"))
         number = int.from_bytes(fcntl.ioctl(master, TIOCGPTN, b"\0" * 4), "little")
         resize(master, rows, cols)
