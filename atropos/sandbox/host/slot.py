@@ -402,7 +402,7 @@ class SlotSandbox:
         channel = self._calls.channel
         assert channel is not None
         # Inside, /proc is read-only (decision 17).
-        oom_fd = os.open(f"/proc/{pid}/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
+        oom_fd = os.open(f"/proc/{pid}/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
         try:
             environment = self._host.environment | (egress_supervisor.environment() if self.network.has_egress else {})
             channel.start(environment, self.limits.output_bytes, self.limits.wall_s, oom_fd)

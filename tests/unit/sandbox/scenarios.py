@@ -189,6 +189,14 @@ async def filters_that_hang_are_cut_off_with_a_word(host):
         assert state.output.startswith(b"one\n") and b"filters" in state.output and not state.running
 
 
+async def pid_1_keeps_the_score_of_its_server(host):
+    """A service's or a desktop's programs may have one below which the kernel lets nobody go."""
+    async with slot(host) as s:
+        own = Path("/proc/self/oom_score_adj").read_text(encoding="ascii")
+        for _ in range(2):
+            assert await out(s, "cat /proc/1/oom_score_adj /proc/self/oom_score_adj") == f"{own}1000\n"
+
+
 async def nothing_waits_for_what_runs_in_the_background(host):
     async with slot(host) as s:
         computes = "(while :; do :; done) & echo x; echo $! > busy"

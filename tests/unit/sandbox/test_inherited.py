@@ -11,16 +11,21 @@ from tests.waiting import SLOWNESS
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, who has several users in a slot")
 STARTS = {
-    "a umask that lets nobody else in": "os.umask(0o077)",
-    "signals of children ignored": "signal.signal(signal.SIGCHLD, signal.SIG_IGN)",
+    "a umask that lets nobody else in": ("os.umask(0o077)", "many_users_inside"),
+    "signals of children ignored": ("signal.signal(signal.SIGCHLD, signal.SIG_IGN)", "many_users_inside"),
+    "a score for the memory killer": (
+        "open('/proc/self/oom_score_adj', 'w').write('300')",
+        "pid_1_keeps_the_score_of_its_server",
+    ),
 }
 
 
 @pytest.mark.parametrize("state", STARTS)
 def test_slots_are_as_ever(folder, state):
-    code = f"import os, signal, sys; {STARTS[state]}; os.execvp(sys.argv[1], sys.argv[1:])"
+    setup, scenario = STARTS[state]
+    code = f"import os, signal, sys; {setup}; os.execvp(sys.argv[1], sys.argv[1:])"
     driver = Driver(tiny_base(folder / state, 0), as_user=False, before=[sys.executable, "-c", code])
-    driver.run("tests.unit.sandbox.scenarios", "many_users_inside")
+    driver.run("tests.unit.sandbox.scenarios", scenario)
     driver.close()
 
 

@@ -35,6 +35,7 @@ def op_init(call: int, environment: dict[str, str], output_bytes: int, wall_s: f
     """
     if link.descriptors:
         state.oom = link.descriptors.pop(0)
+        state.own_score = os.pread(state.oom, 16, 0)
     state.environment, state.output_bytes, state.wall_s = environment, output_bytes, wall_s
     state.block = block_of(environment)
     for path in SPECIAL:

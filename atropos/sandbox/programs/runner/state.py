@@ -21,6 +21,8 @@ class RunnerState:
         read-only mounts that a slot itself needs, which belong to no workspace."""
         self.oom = -1
         """This process's own oom_score_adj, which nobody inside can open."""
+        self.own_score = b"0"
+        """What it was at the start; the kernel may refuse a lower one."""
         self.null = -1
 
     def expose_children(self) -> None:
@@ -31,7 +33,7 @@ class RunnerState:
     def protect_self(self) -> None:
         """Undo `expose_children`."""
         if self.oom >= 0:
-            os.pwrite(self.oom, b"0", 0)
+            os.pwrite(self.oom, self.own_score, 0)
 
 
 state = RunnerState()
