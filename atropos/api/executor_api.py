@@ -31,7 +31,8 @@ from atropos.api.executor.models import (
     UsageReport,
 )
 from atropos.api.executor.trajectories import OpenCall, Trajectories
-from atropos.api.http import Gate, Refusal, add_error_handlers, describe_auth, problems
+from atropos.api.gate import Gate, counted_body
+from atropos.api.http import Refusal, add_error_handlers, describe_auth, problems
 from atropos.api.shells import add_shells
 from atropos.api.tenants import Tenants, admin_of, tenant_of
 from atropos.metrics import CONTENT_TYPE, build_info, exposition
@@ -217,7 +218,7 @@ def _add_calls(app: FastAPI) -> None:
         trajectories = _of(request)
         trajectory = trajectories.get(trajectory_id)
         with tracing.continued(traceparent):
-            submitted = trajectories.submit(trajectory, body, idempotency_key)
+            submitted = trajectories.submit(trajectory, body, idempotency_key, counted_body(request))
         if "text/event-stream" in request.headers.get("accept", ""):
             headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
             return StreamingResponse(_events(submitted), media_type="text/event-stream", headers=headers)

@@ -1,4 +1,4 @@
-"""Middleware of both services: the bearer token, the size of requests, and the shape of errors."""
+"""What both services answer: refusals, rates, doors, and the shape of errors."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Scope
 
-from atropos.net.admission import BearerToken, bearer_of
+from atropos.net.admission import BearerToken
 from atropos.wire import Problem
 
 OPEN_PATHS = frozenset({"/health"})
@@ -101,62 +101,6 @@ def header_of(scope: Scope, *names: bytes) -> bytes:
     return values[0] if len(values) == 1 else b""
 
 
-class Gate:
-    """ASGI middleware: 401 without the right token, 413 for a long body, before anything else runs.
-
-    Paths below `own_gate` pass: the app that is mounted there checks the token itself.
-    """
-
-    def __init__(self, app: ASGIApp, *, door: Door, max_body_bytes: int, own_gate: tuple[str, ...] = ()) -> None:
-        self._app = app
-        self._own_gate = own_gate
-        self._door = door
-        self._max = max_body_bytes
-
-    def _refused(self, scope: Scope) -> Refusal | None:
-        if scope["path"] in OPEN_PATHS:
-            return None
-        return self._door(scope, bearer_of(header_of(scope, b"authorization")))
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request through, or answer it."""
-        if scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})
-            return
-        if scope["type"] != "http" or scope["path"].startswith(self._own_gate):
-            await self._app(scope, receive, send)
-            return
-        if (refused := self._refused(scope)) is not None:
-            await refused.response()(scope, receive, send)
-            return
-        declared = dict(scope["headers"]).get(b"content-length", b"0")
-        too_long = Refusal(413, "too_large", f"the request is longer than {self._max:,} bytes")
-        if not declared.isdigit() or int(declared) > self._max:
-            await too_long.response()(scope, receive, send)
-            return
-        body = bytearray()
-        more = True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return
-            body += message.get("body", b"")
-            more = message.get("more_body", False)
-            if len(body) > self._max:
-                await too_long.response()(scope, receive, send)
-                return
-        whole: Message | None = {"type": "http.request", "body": bytes(body), "more_body": False}
-
-        async def replayed() -> Message:
-            nonlocal whole
-            if whole is None:
-                return await receive()
-            message, whole = whole, None
-            return message
-
-        await self._app(scope, replayed, send)
-
-
 def _safe(value: object) -> str:
     return str(value).encode("utf-8", "backslashreplace").decode()[:300]
 
@@ -171,7 +115,7 @@ def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def describe_auth(app: FastAPI) -> None:
-    """Declare in the OpenAPI document that every operation but /health needs the bearer token, which `Gate` checks."""
+    """Declare in the OpenAPI document that every operation but /health needs the token, which `gate.Gate` checks."""
     generate = app.openapi
 
     def described() -> dict[str, Any]:

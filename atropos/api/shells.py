@@ -68,6 +68,14 @@ class Shells:
         for shell_id, shell in list(self._open.items()):
             if shell.unfollowed_since is not None and time.monotonic() - shell.unfollowed_since > UNFOLLOWED_S:
                 await self.end(shell_id)
+        with by.account.noting_refusals("shell", wanted.id):
+            shell = await self._start(by, wanted)
+        shell_id = secrets.token_hex(16)
+        self._open[shell_id] = shell
+        by.account.note("shell.open", wanted.id, owner=shell.owner.account.name)
+        return shell_id
+
+    async def _start(self, by: Tenant, wanted: OpenShell) -> Shell:
         if [*(shell.by for shell in self._open.values()), *self._starting].count(by) >= MAX_SHELLS:
             raise Refusal(429, "full", f"{MAX_SHELLS} shells of this key are open", retry_after_s=5)
         owner, slot = self._slot(by, wanted.id)
@@ -80,10 +88,7 @@ class Shells:
             raise Refusal(409, "no_shell", f"{wanted.id} has no shell that starts: {error.strerror or error}") from None
         finally:
             self._starting.remove(by)
-        shell_id = secrets.token_hex(16)
-        self._open[shell_id] = Shell(by, owner, wanted.id, process)
-        by.account.note("shell.open", wanted.id, owner=owner.account.name)
-        return shell_id
+        return Shell(by, owner, wanted.id, process)
 
     def _slot(self, by: Tenant, subject: str) -> tuple[Tenant, Slot]:
         """What a key's holder means by an id, or by KEY/ID."""

@@ -158,7 +158,7 @@ class Tenants:
         if name is None:
             return NO_TOKEN
         tenant = self._tenants.get(name) or self._made(name)
-        scope["atropos.tenant"] = tenant
+        scope["atropos.tenant"], scope["atropos.bodies"] = tenant, tenant.account.bodies
         return tenant.account.refused()
 
     def _made(self, name: str) -> Tenant:

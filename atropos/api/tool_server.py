@@ -14,7 +14,8 @@ from starlette.convertors import PathConvertor, register_url_convertor
 
 from atropos.aio import Tasks
 from atropos.api.external import external_services
-from atropos.api.http import Gate, Refusal, add_error_handlers, describe_auth, door_of, problems
+from atropos.api.gate import Gate
+from atropos.api.http import Refusal, add_error_handlers, describe_auth, door_of, problems
 from atropos.api.settings import ToolServerSettings, search_from_environment
 from atropos.api.tool_host.host import ToolHost
 from atropos.tools.base import Tool

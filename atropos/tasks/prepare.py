@@ -319,7 +319,9 @@ class TaskImages:
             ImageUnavailable, ConfigError: it is unavailable.
             AcquireTimeout: no container came up.
         """
-        while (image := await self.pool.prepare(source, progress=progress, everywhere=False)) is None:
+        while (
+            image := await self.pool.prepare(source, progress=progress, everywhere=False, share=self._share)
+        ) is None:
             async with self._starting, self.pool.lease("prepare", share=self._share):
                 pass  # containers are started only for leases
         return image

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from uuid import uuid4
 import httpx
 import pytest
 
+from atropos.api import gate
 from atropos.api.accounts.keys import digest
 from atropos.api.e2b.messages import StartBuild
 from atropos.api.e2b.recipes import SandboxStart, task_of
@@ -172,6 +174,33 @@ async def test_a_used_up_quota_is_named(tmp_path: Path, quota: Any, what: str):
         assert (await ask(world.app, ALICE, "POST", "/e2b/sandboxes", {"templateID": "base"}))[0] == 201
 
 
+async def test_bodies_count_by_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    async with serving(tmp_path, {"alice": key(ALICE), "bob": key(BOB)}, acquire_s=20) as world:
+        inside = {}
+        for who in (ALICE, BOB):
+            status, _, content = await ask(world.app, who, "POST", "/e2b/sandboxes", {"templateID": "base"})
+            assert status == 201
+            inside[who] = [("e2b-sandbox-id", json.loads(content)["sandboxID"])]
+        (alice,) = (each for each in world.app.state.tenants.all() if each.account.name == "alice")
+        monkeypatch.setattr(gate, "MAX_HELD_BYTES", 1_000_000)
+        alice.account.bodies.held += 900_000  # as requests have that are under way
+        data = b"x" * 200_000
+        for body, target, headers in (
+            ({"trajectory_id": "x" * 200_000}, "/trajectories", []),
+            ({"templateID": "x" * 200_000}, "/e2b/sandboxes", []),
+            (data, "/e2b/files?path=/f", [("content-type", "application/octet-stream")]),
+            (data, "/e2b/filesystem.Filesystem/Stat", []),
+            (b"\0\0\3\x0d\x40" + data, "/e2b/process.Process/Start", []),
+            (b"\0\0\3\x0d\x40" + data, "/e2b/process.Process/StreamInput", []),
+        ):
+            status, _, content = await ask(world.app, ALICE, "POST", target, body, [*inside[ALICE], *headers])
+            assert b"bodies of" in content, (target, status, content[:300])
+            assert status == (200 if "/process" in target else 429), (target, status)
+            _, _, content = await ask(world.app, BOB, "POST", target, body, [*inside[BOB], *headers])
+            assert b"bodies of" not in content, (target, content[:300])
+        assert alice.account.bodies.held == 900_000
+
+
 async def test_quotas_hold(tmp_path: Path):
     keys = {"alice": key(ALICE, snapshots=1, images=1), "bob": key(BOB, rate_per_s=0.001, burst=2)}
     async with serving(tmp_path, keys, acquire_s=20) as world:
@@ -217,6 +246,50 @@ async def test_audit_log_and_usage(tmp_path: Path):
         assert (row["key"], row["image"], row["leases"]) == ("alice", "(base)", 1)
         assert row["cpu_s"] >= 0.3
         assert row["slot_s"] >= row["cpu_s"] / os.cpu_count()  # type: ignore[operator]
+
+
+async def test_refusals_are_audited(tmp_path: Path):
+    async with serving(tmp_path, {"alice": key(ALICE, slots=1, images=1, snapshots=0)}, acquire_s=20) as world:
+        sandbox = (await world.alice("POST", "/e2b/sandboxes", {"templateID": "base"}))["sandboxID"]
+        for target, body in (
+            ("/e2b/sandboxes", {"templateID": "base"}),
+            ("/e2b/sandboxes", {"templateID": "code-interpreter-v1"}),
+            (f"/e2b/sandboxes/{sandbox}/snapshots", {"name": "one"}),
+            ("/e2b/v3/templates", {"name": "No Name"}),
+            ("/prepare", {"image": "a.invalid/one", "wait_s": 0}),
+            ("/prepare", {"image": "a.invalid/two", "wait_s": 0}),
+            ("/trajectories", {"trajectory_id": "t1"}),
+            ("/trajectories", {"trajectory_id": "t2", "image": "oci:/etc"}),
+            ("/shells", {"id": "bob/secret"}),
+        ):
+            await ask(world.app, ALICE, "POST", target, body)
+        lines = [json.loads(line) for line in world.audit_file.read_text().splitlines()]
+        assert [(line["event"], line["outcome"]) for line in lines if "refused" in line["event"]] == [
+            ("sandbox.refused", "quota"),
+            ("sandbox.refused", "config_error"),
+            ("snapshot.refused", "quota"),
+            ("template.refused", "config_error"),
+            ("image.refused", "quota"),
+            ("trajectory.refused", "quota"),
+            ("trajectory.refused", "invalid"),
+            ("shell.refused", "not_found"),
+        ]
+
+
+async def test_a_lost_pause_is_audited(tmp_path: Path):
+    async with serving(tmp_path, {"alice": key(ALICE)}, acquire_s=20) as world:
+        paused = (await world.alice("POST", "/e2b/sandboxes", {"templateID": "base"}))["sandboxID"]
+        await world.alice("POST", f"/e2b/sandboxes/{paused}/pause", {})
+        (link,) = world.app.state.executor.pool.links.values()
+        os.kill(int(link.container.place.removeprefix("pid ")), signal.SIGKILL)
+        await until(lambda: link.gone is not None, "the container is lost")
+        assert (await ask(world.app, ALICE, "POST", f"/e2b/sandboxes/{paused}/connect", {}))[0] == 404
+        lines = [json.loads(line) for line in world.audit_file.read_text().splitlines()]
+        assert [(line["event"], line.get("outcome")) for line in lines] == [
+            ("sandbox.create", None),
+            ("sandbox.pause", None),
+            ("sandbox.end", "slot_lost"),
+        ]
 
 
 async def test_keys_by_the_command_line(tmp_path: Path):

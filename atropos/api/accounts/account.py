@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
+from collections.abc import Generator
 from dataclasses import dataclass, field
 
 from atropos.api.accounts.audit import AuditLog
 from atropos.api.accounts.keys import KeySettings
+from atropos.api.gate import Bodies
 from atropos.api.http import Refusal, TokenBucket
+from atropos.errors import code_of
 from atropos.slots import EgressSecret, Share
 
 _log = logging.getLogger(__name__)
@@ -45,6 +49,7 @@ class Account:
     ) -> None:
         self.name = name
         self.share = share
+        self.bodies = Bodies()
         self._audit = audit
         self.change(key, secrets)
 
@@ -61,6 +66,15 @@ class Account:
             return None
         text = f"at most {self.key.rate_per_s:g} requests a second of this key; retry later"
         return Refusal(429, "rate_limited", text, retry_after_s=wait_s)
+
+    @contextlib.contextmanager
+    def noting_refusals(self, what: str, subject: str, **more: object) -> Generator[None]:
+        """Around what is asked for (a shell, an image): the audit log has it, if it is refused, and why."""
+        try:
+            yield
+        except Exception as error:
+            self.note(f"{what}.refused", subject, **more, outcome=getattr(error, "code", None) or code_of(error))
+            raise
 
     def note(self, event: str, subject: str, **what: object) -> None:
         """Write what was done to a sandbox, trajectory or image (its id) to the audit log; log rare events, too."""

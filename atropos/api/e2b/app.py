@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from atropos.api.e2b import daemon, rest
 from atropos.api.e2b.rest import problem
 from atropos.api.e2b.template_rest import UploadLinks
+from atropos.api.gate import Bodies
 from atropos.api.http import Door, header_of
 
 ROOT_PATH = "/e2b"
@@ -61,6 +62,10 @@ class _Gate:
                 message = _NO_TOKEN if refused.status == 401 else refused.message
                 await problem(refused.status, message, retry=refused.status == 429)(scope, receive, send)
                 return
+            bodies: Bodies = scope["atropos.bodies"]
+            with bodies.counted(scope):
+                await self._app(scope, receive, send)
+            return
         await self._app(scope, receive, send)
 
 

@@ -12,6 +12,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from atropos.api.gate import body_of, counted_body
+from atropos.api.http import Refusal
 from atropos.errors import AcquireTimeout, ConfigError, NotSupported, SandboxError
 
 Json = dict[str, object]
@@ -69,6 +71,8 @@ def rpc_error(error: Exception) -> RpcError:
     match error:
         case RpcError():
             return error
+        case Refusal():
+            return RpcError("resource_exhausted" if error.status == 429 else "invalid_argument", error.message)
         case ClientDisconnect():
             return RpcError("canceled", "the client went away")
         case TimeoutError() if not error.errno:
@@ -91,29 +95,17 @@ def deadline_s(request: Request) -> float | None:
     return int(header) / 1000 if header.isdecimal() and len(header) <= 10 else None
 
 
-async def body_of(request: Request, most: int = MAX_MESSAGE_BYTES) -> bytes:
-    """A request's body.
-
-    Raises:
-        RpcError: it is longer than `most`.
-    """
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > most:
-            raise RpcError("invalid_argument", f"the message is longer than {most:,} bytes")
-    return bytes(body)
-
-
 async def messages(request: Request) -> AsyncGenerator[bytes]:
     """The messages of a client's stream, as they come.
 
     Raises:
         RpcError: one is too long, or compressed.
+        Refusal: 429, as `body_of`.
     """
     received = bytearray()
     async for chunk in request.stream():
         received += chunk
+        counted_body(request).resize(len(received))
         while len(received) >= _HEAD.size:
             flags, size = _HEAD.unpack_from(received)
             if size > MAX_MESSAGE_BYTES or flags & ~_END:
@@ -130,7 +122,7 @@ async def unary(request: Request, handler: Callable[[bytes], Awaitable[Json]]) -
     """Answer a call with one message."""
     try:
         async with asyncio.timeout(min(deadline_s(request) or UNARY_S, UNARY_S)):
-            return JSONResponse(await handler(await body_of(request)))
+            return JSONResponse(await handler(await body_of(request, MAX_MESSAGE_BYTES)))
     except Exception as error:
         refused = rpc_error(error)
         return JSONResponse(refused.body, refused.status)

@@ -16,6 +16,7 @@ from atropos.api.e2b.connect import Json, RpcError
 from atropos.api.e2b.rest import gone, problem
 from atropos.api.e2b.sandbox import E2bSandbox, user_named
 from atropos.api.e2b.sandboxes import sandboxes_of
+from atropos.api.http import Refusal
 from atropos.errors import SandboxError
 
 PING_S = 30.0
@@ -100,7 +101,7 @@ def _streamed(
         try:
             message = messages.parse(kind, await connect.first_message(request))
             user = {"user": _user_of(request)} if as_user else {}
-        except (RpcError, ClientDisconnect) as error:
+        except (RpcError, Refusal, ClientDisconnect) as error:
             return connect.failed(error)
         times = {"deadline_s": connect.deadline_s(request), "ping_s": _ping_s(request)}
         return connect.stream(handler(sandbox, message, **user, **times))

@@ -13,7 +13,9 @@ from starlette.routing import Route
 from atropos.api.e2b import connect, messages, template_rest
 from atropos.api.e2b.connect import Json, RpcError
 from atropos.api.e2b.sandbox import ENVD_VERSION, E2bSandbox
-from atropos.api.e2b.sandboxes import NoCapacity, sandboxes_of
+from atropos.api.e2b.sandboxes import sandboxes_of
+from atropos.api.gate import body_of
+from atropos.api.http import Refusal
 from atropos.errors import ConfigError, ImageUnavailable, NotSupported, QuotaReached, SandboxError
 from atropos.wire import SlotLimits
 
@@ -52,7 +54,7 @@ def _known(request: Request) -> E2bSandbox:
 
 
 async def _create(request: Request) -> Response:
-    body = messages.parse(messages.NewSandbox, await connect.body_of(request, MAX_API_BYTES))
+    body = messages.parse(messages.NewSandbox, await body_of(request, MAX_API_BYTES))
     sandbox = await sandboxes_of(request).create(
         body.template_id,
         timeout_s=body.timeout,
@@ -72,7 +74,7 @@ async def _create(request: Request) -> Response:
 async def _connect(request: Request) -> Response:
     """Running sandboxes go on for longer, paused ones go on."""
     paused = _known(request).state == "paused"
-    body = messages.parse(messages.NewTimeout, await connect.body_of(request, MAX_API_BYTES))
+    body = messages.parse(messages.NewTimeout, await body_of(request, MAX_API_BYTES))
     sandbox = _found(request, await sandboxes_of(request).resume(request.path_params["sandbox_id"], body.timeout))
     sandboxes_of(request).set_timeout(sandbox, body.timeout, later=True)
     return JSONResponse(_opened(request, sandbox), 201 if paused else 200)
@@ -86,7 +88,7 @@ async def _pause(request: Request) -> Response:
 
 
 async def _fork(request: Request) -> Response:
-    body = messages.parse(messages.NewFork, await connect.body_of(request, MAX_API_BYTES))
+    body = messages.parse(messages.NewFork, await body_of(request, MAX_API_BYTES))
     forks = await sandboxes_of(request).fork(_running(request), body.count, body.timeout)
     return JSONResponse(
         [
@@ -100,7 +102,7 @@ async def _fork(request: Request) -> Response:
 
 
 async def _keep_snapshot(request: Request) -> Response:
-    body = messages.parse(messages.NewSnapshot, await connect.body_of(request, MAX_API_BYTES))
+    body = messages.parse(messages.NewSnapshot, await body_of(request, MAX_API_BYTES))
     snapshot = await sandboxes_of(request).snapshots.keep(_running(request), body.name)
     return JSONResponse(snapshot.info(), 201)
 
@@ -136,13 +138,13 @@ async def _kill(request: Request) -> Response:
 
 
 async def _timeout(request: Request) -> Response:
-    body = messages.parse(messages.NewTimeout, await connect.body_of(request, MAX_API_BYTES))
+    body = messages.parse(messages.NewTimeout, await body_of(request, MAX_API_BYTES))
     sandboxes_of(request).set_timeout(_running(request), body.timeout)
     return Response(status_code=204)
 
 
 async def _network(request: Request) -> Response:
-    body = messages.parse(messages.Network, await connect.body_of(request, MAX_API_BYTES))
+    body = messages.parse(messages.Network, await body_of(request, MAX_API_BYTES))
     sandbox, hosts = _running(request), body.hosts()
     if hosts != () and not sandbox.slot.network:
         raise NotSupported("network: the sandbox was created without one")
@@ -157,14 +159,14 @@ def _answered(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Re
     async def answered(request: Request) -> Response:
         try:
             return await handler(request)
-        except (RpcError, ClientDisconnect) as error:
+        except (RpcError, Refusal, ClientDisconnect) as error:
             refused = connect.rpc_error(error)
             return problem(refused.status, str(refused))
         except (ConfigError, NotSupported, ImageUnavailable) as error:
             return problem(400, str(error))
         except QuotaReached as error:
             return problem(429, str(error))
-        except (NoCapacity, SandboxError) as error:
+        except SandboxError as error:
             return problem(503, str(error), retry=True)
 
     return answered

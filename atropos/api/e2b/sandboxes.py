@@ -21,7 +21,7 @@ from atropos.api.e2b.sandbox import E2bSandbox
 from atropos.api.e2b.snapshots import NamedSnapshots
 from atropos.api.e2b.templates import Templates
 from atropos.api.executor.models import ExecutorServerSettings, Opened
-from atropos.errors import ConfigError, QuotaReached, SandboxError, SlotLost
+from atropos.errors import ConfigError, PoolFull, QuotaReached, SandboxError, SlotLost, code_of
 from atropos.slots.pool.stats import container_name
 from atropos.wire import SlotLimits
 
@@ -30,10 +30,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 MAX_TIMEOUT_S = 86_400
-
-
-class NoCapacity(Exception):
-    """The server is shutting down, or has as many sandboxes as it may."""
 
 
 class Sandboxes:
@@ -131,7 +127,7 @@ class Sandboxes:
             public: whether its servers' hosts are open to whoever knows them.
 
         Raises:
-            NoCapacity: the server has no room for it.
+            PoolFull: the server has no room for it.
             ConfigError: the timeout, the template or a host is invalid.
             RpcError: the template is not built.
             NotSupported: hosts are named, and the pool's slots have no network.
@@ -139,13 +135,10 @@ class Sandboxes:
         """
         timeout_s = self._allowed(timeout_s)
         sandbox_id = _new_id()
-        named = self.snapshots.get(template)
-        root, start = self.templates.root_of(template) if named is None else (Root(named.snapshot), named.start)
-        try:
+        with self.account.noting_refusals("sandbox", sandbox_id, image=template):
+            named = self.snapshots.get(template)
+            root, start = self.templates.root_of(template) if named is None else (Root(named.snapshot), named.start)
             slot = await self._started(sandbox_id, root, hosts, start, env)
-        except SandboxError as error:
-            self.account.note("sandbox.refused", sandbox_id, image=template, outcome=error.code)
-            raise
         self.account.note("sandbox.create", sandbox_id, image=template)
         return self._opened(
             E2bSandbox(
@@ -178,7 +171,8 @@ class Sandboxes:
         async def copy(snapshot: Snapshot) -> E2bSandbox:
             sandbox_id = _new_id()
             env = sandbox.slot.profile.env
-            slot = await self._started(sandbox_id, Root(snapshot), sandbox.hosts, sandbox.start, env)
+            with self.account.noting_refusals("sandbox", sandbox_id, image=sandbox.template):
+                slot = await self._started(sandbox_id, Root(snapshot), sandbox.hosts, sandbox.start, env)
             copied = replace(
                 sandbox,
                 id=sandbox_id,
@@ -207,7 +201,7 @@ class Sandboxes:
     ) -> Slot:
         count = len(self._open) + len(self._paused) + self._starting
         if self.draining or count >= self._settings.max_trajectories:
-            raise NoCapacity("the server is shutting down" if self.draining else f"there are {count} sandboxes")
+            raise PoolFull("the server is shutting down" if self.draining else f"there are {count} sandboxes")
         self._starting += 1
         try:
             return await self._leased(sandbox_id, root, hosts, start, env)
@@ -231,7 +225,7 @@ class Sandboxes:
             await slot.exec(["mkdir", "-p", start.workdir], user="0:0")
             await start.begin(slot, {**env, "E2B_SANDBOX": "true", "E2B_SANDBOX_ID": sandbox_id})
             if self.draining:
-                raise NoCapacity("the server is shutting down")
+                raise PoolFull("the server is shutting down")
         except BaseException:
             await slot.release()
             raise
@@ -275,8 +269,9 @@ class Sandboxes:
     async def _freeze(self, sandbox: E2bSandbox) -> Snapshot:
         try:
             return await sandbox.slot.snapshot()
-        except BaseException:
+        except BaseException as error:
             self._paused.pop(sandbox.id, None)
+            self.account.note("sandbox.end", sandbox.id, image=sandbox.template, outcome=code_of(error))
             raise
         finally:
             await sandbox.slot.release()
@@ -302,8 +297,9 @@ class Sandboxes:
                 snapshot = await asyncio.shield(paused.frozen)
                 env = paused.slot.profile.env
                 slot = await self._leased(sandbox_id, Root(snapshot), paused.hosts, paused.start, env)
-            except SlotLost:
-                self._paused.pop(sandbox_id, None)
+            except SlotLost as error:
+                if self._paused.pop(sandbox_id, None) is not None:  # `_freeze` has not noted it
+                    self.account.note("sandbox.end", sandbox_id, image=paused.template, outcome=error.code)
                 return None
             end = time.monotonic() + timeout_s
             fresh = replace(paused, slot=slot, end=end, frozen=None)

@@ -57,9 +57,10 @@ class NamedSnapshots:
             ConfigError: the name is a base's.
             SandboxError: it can't be kept.
         """
-        if name and is_base(name, self._bases):
-            raise ConfigError(f"name: {name!r} is a base of the pool")
-        snapshot = await sandbox.slot.snapshot(keep_running=True)
+        with self._account.noting_refusals("snapshot", name or "", of=sandbox.id):
+            if name and is_base(name, self._bases):
+                raise ConfigError(f"name: {name!r} is a base of the pool")
+            snapshot = await sandbox.slot.snapshot(keep_running=True)
         names = (name,) if name else ()
         named = NamedSnapshot(name or f"s{secrets.token_hex(10)}", names, sandbox.id, snapshot, sandbox.start)
         before, self._all[named.id] = self._all.get(named.id), named

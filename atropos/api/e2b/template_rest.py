@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from atropos.api.e2b import connect, messages
+from atropos.api.e2b import messages
 from atropos.api.e2b.connect import Json, RpcError
 from atropos.api.e2b.sandbox import iso
 from atropos.api.e2b.sandboxes import sandboxes_of
 from atropos.api.e2b.templates import LOG_PAGE, Build, Template, Templates
 from atropos.api.e2b.uploads import Uploads
+from atropos.api.gate import body_of
 
 MAX_BUILD_BYTES = 4 << 20
 """Longest request that starts a build."""
@@ -69,7 +70,7 @@ def _build(request: Request) -> Build:
 
 async def create(request: Request) -> Response:
     """`POST /v3/templates`."""
-    body = messages.parse(messages.NewTemplate, await connect.body_of(request, MAX_BUILD_BYTES))
+    body = messages.parse(messages.NewTemplate, await body_of(request, MAX_BUILD_BYTES))
     build, named = await _templates(request).request(body)
     name = build.template.name
     return JSONResponse(
@@ -109,7 +110,7 @@ async def upload(request: Request) -> Response:
 async def start(request: Request) -> Response:
     """`POST /v2/templates/{id}/builds/{id}`."""
     build = _build(request)
-    body = messages.parse(messages.StartBuild, await connect.body_of(request, MAX_BUILD_BYTES))
+    body = messages.parse(messages.StartBuild, await body_of(request, MAX_BUILD_BYTES))
     _templates(request).start(build, body)
     return Response(status_code=202)
 
@@ -137,7 +138,7 @@ async def tags(request: Request) -> Response:
 
 async def assign_tags(request: Request) -> Response:
     """`POST /templates/tags`."""
-    body = messages.parse(messages.AssignedTags, await connect.body_of(request, MAX_BUILD_BYTES))
+    body = messages.parse(messages.AssignedTags, await body_of(request, MAX_BUILD_BYTES))
     build = _templates(request).build_of(body.target)
     if build is None:
         raise RpcError("not_found", f"template {body.target[:200]!r} was not found")
@@ -147,7 +148,7 @@ async def assign_tags(request: Request) -> Response:
 
 async def drop_tags(request: Request) -> Response:
     """`DELETE /templates/tags`."""
-    body = messages.parse(messages.DroppedTags, await connect.body_of(request, MAX_BUILD_BYTES))
+    body = messages.parse(messages.DroppedTags, await body_of(request, MAX_BUILD_BYTES))
     template = _templates(request).get(body.name)
     if missing := [tag for tag in body.tags if tag not in template.tags]:
         raise RpcError("not_found", f"template {template.name!r} has no tag {missing[0]!r}")

@@ -201,6 +201,13 @@ class Templates:
             RpcError: there are too many.
         """
         name, _, tag = (wanted.name or wanted.alias or "").partition(":")
+        with self._account.noting_refusals("template", name[:128]):
+            build = await self._requested(name, wanted)
+        tags = tuple(dict.fromkeys([*filter(None, [tag]), *wanted.tags])) or (_DEFAULT_TAG,)
+        build.template.tag(build, tags)
+        return build, tags
+
+    async def _requested(self, name: str, wanted: NewTemplate) -> Build:
         if not _NAME.match(name) or is_base(name, self._pool.config.bases):
             raise ConfigError(
                 f"name: {name[:200]!r} is no name of a template of one's own: write a-z, 0-9, '.', '_' and '-', "
@@ -221,9 +228,7 @@ class Templates:
             )
         build = Build(template, limits)
         template.builds[build.id] = build
-        tags = tuple(dict.fromkeys([*filter(None, [tag]), *wanted.tags])) or (_DEFAULT_TAG,)
-        template.tag(build, tags)
-        return build, tags
+        return build
 
     def _limits(self, wanted: NewTemplate) -> LeaseLimits | None:
         """What its slots have beyond the key's own.

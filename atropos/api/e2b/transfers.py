@@ -19,6 +19,8 @@ from atropos.api.e2b.connect import Json, RpcError
 from atropos.api.e2b.files import path_of
 from atropos.api.e2b.rest import gone, problem
 from atropos.api.e2b.sandbox import E2bSandbox, user_named
+from atropos.api.gate import counted_body
+from atropos.api.http import Refusal
 from atropos.errors import SandboxError
 from atropos.slots.slot.results import answered, file_error
 
@@ -33,6 +35,8 @@ _log = logging.getLogger(__name__)
 
 
 def _file_problem(error: Exception, sandbox: E2bSandbox) -> Response:
+    if isinstance(error, Refusal):
+        return problem(error.status, error.message, retry=error.status == 429)
     refused = connect.rpc_error(error)
     if sandbox.slot.lost is not None:
         return gone(sandbox.id)
@@ -96,6 +100,7 @@ async def _bounded(request: Request) -> AsyncGenerator[bytes]:
         total += len(chunk)
         if total > MAX_UPLOAD_BYTES:
             raise RpcError("resource_exhausted", f"the body is longer than {MAX_UPLOAD_BYTES:,} bytes")
+        counted_body(request).resize(min(total, 2 * PIECE_BYTES))  # a piece, and what has come of the next
         yield chunk
 
 

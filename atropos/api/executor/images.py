@@ -77,11 +77,12 @@ class PreparedImages:
         """
         known = self._all.get(checked_source(image))
         if known is None or known.again:
-            try:
-                self._account.share.use_image(image)
-            except QuotaReached as error:
-                raise Refusal(429, error.code, str(error), retry_after_s=60) from None
-            known = self._start(image)
+            with self._account.noting_refusals("image", image):
+                try:
+                    self._account.share.use_image(image)
+                except QuotaReached as error:
+                    raise Refusal(429, error.code, str(error), retry_after_s=60) from None
+                known = self._start(image)
             self._account.note("image.prepare", image)
         await asyncio.wait([known.task], timeout=wait_s)
         return known.state()
@@ -97,7 +98,9 @@ class PreparedImages:
             if state.phase not in {"ready", "failed"}:  # ready and failed are of one container, not of the pool
                 preparation.at = state.model_copy(update={"source": image})
 
-        task = self._tasks.spawn(self._pool.prepare(image, progress=report), image, awaited=True)
+        task = self._tasks.spawn(
+            self._pool.prepare(image, progress=report, share=self._account.share), image, awaited=True
+        )
         preparation = self._all[image] = _Preparation(ImageState(source=image, phase="queued"), task)
         return preparation
 

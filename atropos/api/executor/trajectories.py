@@ -21,6 +21,7 @@ from atropos.api.executor.models import (
     OpenTrajectory,
     TrajectoryInfo,
 )
+from atropos.api.gate import Body
 from atropos.api.http import Refusal
 from atropos.errors import (
     AcquireTimeout,
@@ -222,14 +223,15 @@ class Trajectories:
                 image is unavailable; 422, it may not be named; 409, the trajectory is open on another image.
         """
         known = self._open.get(wanted.trajectory_id or "")
-        if known is None:
-            if self.draining:
-                raise Refusal(503, "draining", "the server is shutting down; ask another", retry_after_s=5)
-            if len(self._open) >= self._settings.max_trajectories:
-                raise Refusal(429, "full", f"{len(self._open)} trajectories are open", retry_after_s=2)
-        elif known.image != wanted.image:
-            raise Refusal(409, "trajectory_id_reused", f"the trajectory is open on another image: {known.image}")
-        trajectory = known or self._new(wanted)
+        with self._account.noting_refusals("trajectory", wanted.trajectory_id or "", image=wanted.image):
+            if known is None:
+                if self.draining:
+                    raise Refusal(503, "draining", "the server is shutting down; ask another", retry_after_s=5)
+                if len(self._open) >= self._settings.max_trajectories:
+                    raise Refusal(429, "full", f"{len(self._open)} trajectories are open", retry_after_s=2)
+            elif known.image != wanted.image:
+                raise Refusal(409, "trajectory_id_reused", f"the trajectory is open on another image: {known.image}")
+            trajectory = known or self._new(wanted)
         await _result(trajectory.opening, "it was opened")
         trajectory.touched = time.monotonic()
         return trajectory, known is None
@@ -257,7 +259,8 @@ class Trajectories:
         account = self._account
         if image is not None:
             account.share.use_image(image)
-            await self._executor.pool.prepare(image, everywhere=False)  # has its own timeout, before that of the slot
+            # has its own timeout, before that of the slot
+            await self._executor.pool.prepare(image, everywhere=False, share=account.share)
         try:
             async with asyncio.timeout(self._settings.acquire_s):
                 await self._executor.slot(key, image=image, limits=account.key.limits, share=account.share)
@@ -267,8 +270,8 @@ class Trajectories:
 
     # ----------------------------------------------------------------------------------------------------- calls
 
-    def submit(self, trajectory: Trajectory, body: CallBody, key: str | None) -> OpenCall:
-        """Start a call, or find the one that has this id.
+    def submit(self, trajectory: Trajectory, body: CallBody, key: str | None, counted: Body | None = None) -> OpenCall:
+        """Start a call, or find the one that has this id. `counted`: the request's body, which a new call keeps.
 
         Raises:
             Refusal: 409, the id belongs to another call; 429, too many wait; 410, the trajectory is broken.
@@ -292,6 +295,8 @@ class Trajectories:
         trajectory.latest = Latest(asked.line())
         work = self._run(trajectory, asked)
         task = self._tasks.spawn(work, f"call {call_id}", awaited=True)
+        if counted is not None:
+            counted.count_until(task)
         call = trajectory.calls[call_id] = OpenCall(call_id, trajectory.id, content, task)
         trajectory.calls.move_to_end(call_id)
         task.add_done_callback(lambda _: self._ended(trajectory, call))

@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 from atropos.errors import SandboxError
 from atropos.slots.containers.link import ContainerLink
-from atropos.wire import ImageInfo, ImageState
+from atropos.slots.containers.share import Share
+from atropos.slots.pool.turns import Turns
+from atropos.wire import PULLS, ImageInfo, ImageState
 
 log = logging.getLogger("atropos.slots")
 STALLED_S = 10.0
 """How long a container's pull may stand still before another one asks the registry, too."""
 GIVES = 4
 """Images that containers give to others at once: their bytes pass through the pool's process."""
+OF_A_SHARE = 3
+"""Of these, and of what one container pulls at once, those of one share."""
 
 
 @dataclass
@@ -51,21 +56,31 @@ class Pulls:
         # machine.
         self._pulls: dict[tuple[str, str], _Pull] = {}
         """Those that others wait for, by the images' names and the containers' architectures."""
-        self._gives = asyncio.Semaphore(GIVES)
+        self._turns = WeakKeyDictionary[ContainerLink, Turns]()
+        self._gives = Turns(GIVES, OF_A_SHARE)
 
-    async def bring(self, link: ContainerLink, name: str, report: Callable[[ImageState], None]) -> ImageInfo:
+    async def bring(
+        self, link: ContainerLink, name: str, report: Callable[[ImageState], None], wanted_by: Collection[Share]
+    ) -> ImageInfo:
         """Have an image in a container: from one that has it, else from its registry, which one at a time asks.
 
         Args:
             link: the container.
             name: the image's.
             report: called with each state.
+            wanted_by: the shares that wait for it; may grow meanwhile.
 
         Raises:
             SandboxError: it can't be had.
         """
         if (here := await link.client.images.find(name)) is not None:
             return here
+        async with self._turns.setdefault(link, Turns(PULLS, OF_A_SHARE)).turn(wanted_by):
+            return await self._bring(link, name, report, wanted_by)
+
+    async def _bring(
+        self, link: ContainerLink, name: str, report: Callable[[ImageState], None], wanted_by: Collection[Share]
+    ) -> ImageInfo:
         key = name, link.architecture
         pull = self._pulls.get(key)
         # Looked for again after each wait: what was pulled meanwhile can be given.
@@ -84,7 +99,7 @@ class Pulls:
             await asyncio.wait([pulling], timeout=1.0)
         holder, image = giver
         try:
-            async with self._gives:
+            async with self._gives.turn(wanted_by):
                 return await holder.client.images.give(image, name, link.client.images)
         except SandboxError as error:
             if link.gone is not None:

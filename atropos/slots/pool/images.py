@@ -12,13 +12,12 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-import math
 import os
 import random
 import stat
 import tempfile
 from asyncio import ALL_COMPLETED, FIRST_COMPLETED
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Generator, Sequence
 from pathlib import Path
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -31,6 +30,7 @@ from atropos.slots.backends.docker.settings import DockerSettings
 from atropos.slots.client.server_images import Archive
 from atropos.slots.containers.fleet import Seat
 from atropos.slots.containers.link import ContainerLink
+from atropos.slots.containers.share import Share
 from atropos.slots.containers.state import SharedState
 from atropos.slots.pool.image_pulls import Pulls
 from atropos.slots.pool.image_sources import LocalImage, local_image
@@ -55,8 +55,10 @@ class PoolImages:
         self._tasks: dict[ContainerLink, dict[str, asyncio.Task[ImageInfo]]] = {}
         """Each container's preparations, by the image's name in leases."""
         # Keyed by task, not by name: a second attempt in the same container has a clean record.
-        self._failed_at = WeakKeyDictionary[asyncio.Task[ImageInfo], float]()
-        """On the pool's clock."""
+        self._failed_at: dict[asyncio.Task[ImageInfo], tuple[ContainerLink, str, float]] = {}
+        """Of failed ones the container, the name, and when, on the pool's clock."""
+        self._wanted_by = WeakKeyDictionary[asyncio.Task[ImageInfo], set[Share]]()
+        """The shares that wait for each."""
         self._pulls = Pulls(self._tasks_of, state.now)
         self._reads = Tasks("images")
         self._local: dict[str, asyncio.Task[LocalImage]] = {}
@@ -68,7 +70,7 @@ class PoolImages:
         """Of leases of one size whose image some containers still prepare."""
 
     async def prepare(
-        self, image: str, progress: Progress | None = None, *, everywhere: bool = True
+        self, image: str, progress: Progress | None = None, *, everywhere: bool = True, share: Share | None = None
     ) -> ImageInfo | None:
         """Have every container that can be leased from pull and unpack an image.
 
@@ -76,6 +78,7 @@ class PoolImages:
             image: what `ImageSource` parses.
             progress: called while this waits.
             everywhere: wait for all of them; else for the first.
+            share: whose turns it takes; None: the pool's own.
 
         Returns:
             What the image is; None where no container is there yet.
@@ -86,15 +89,14 @@ class PoolImages:
             SlotLost: the containers ended meanwhile.
         """
         waits = True
-        if everywhere:
-            self._failed_at.clear()  # who wants it in all of them asks all of them
 
         def report(container: str, state: ImageState) -> None:
             if waits and progress is not None:
                 progress(container, state)
 
         try:
-            source, name, begun = await self._begin(image, report)
+            # who wants it in all of them asks all of them, now
+            source, name, begun = await self._begin(image, share, report, at_once=everywhere)
             tasks = [*begun.values()]
             while pending := [task for task in tasks if not task.done()]:
                 if not everywhere and (ready := [task for task in tasks if task.done() and not _failed(task)]):
@@ -104,17 +106,18 @@ class PoolImages:
         finally:
             waits = False
 
-    async def ready(self, image: str, room: Resources) -> str:
+    async def ready(self, image: str, room: Resources, share: Share | None = None) -> str:
         """The image's name in leases, once every container has it, or one that has room for the lease.
 
         Args:
             image: as for `prepare`.
             room: what the lease takes.
+            share: whose lease it is.
 
         Raises:
             ConfigError, ImageUnavailable, SlotLost: as `prepare`.
         """
-        source, name, begun = await self._begin(image)
+        source, name, begun = await self._begin(image, share)
 
         def under_way() -> bool:
             return any(link.seat.open and not task.done() for link, task in begun.items())
@@ -129,19 +132,19 @@ class PoolImages:
                         self._state.room.clear()
                         await self._state.room.wait()
                         # A container that came while this waited has begun nothing yet, and may be the first with room.
-                        begun |= self._prepare_in(name, [link for link in self._open() if link not in begun])
+                        begun |= self._prepare_in(name, [link for link in self._open() if link not in begun], share)
         _outcome(source, name, [task for task in begun.values() if task.done()])
         return name
 
-    async def ready_in(self, link: ContainerLink, image: str) -> str:
+    async def ready_in(self, link: ContainerLink, image: str, share: Share | None = None) -> str:
         """The image's name in leases, once this container has it.
 
         Raises:
             ConfigError, ImageUnavailable, SlotLost: as `prepare`.
         """
-        source, name, _ = await self._begin(image)
+        source, name, _ = await self._begin(image, share)
         # That container's own state decides, however many others have the image.
-        task = self._task(link, name, None)
+        task = self._task(link, name, share)
         await asyncio.wait([task])
         _outcome(source, name, [task])
         return name
@@ -172,7 +175,7 @@ class PoolImages:
         return None if others_may else random.choice(here)  # not all wait for the same one
 
     async def _begin(
-        self, image: str, progress: Progress | None = None
+        self, image: str, share: Share | None, progress: Progress | None = None, *, at_once: bool = False
     ) -> tuple[ImageSource, str, dict[ContainerLink, asyncio.Task[ImageInfo]]]:
         """An image, its name in leases, and its preparation in each container that can be leased from."""
         source = ImageSource.parse(image)
@@ -183,12 +186,19 @@ class PoolImages:
             self.archives[name] = local.opened
         # Here, where each lease comes by, so that ended containers need no hook of their own.
         self._tasks = {link: tasks for link, tasks in self._tasks.items() if link.gone is None}
-        return source, name, self._prepare_in(name, self._open(), progress)
+        self._forget_failed()
+        return source, name, self._prepare_in(name, self._open(), share, progress, at_once=at_once)
 
     def _prepare_in(
-        self, name: str, links: Sequence[ContainerLink], progress: Progress | None = None
+        self,
+        name: str,
+        links: Sequence[ContainerLink],
+        share: Share | None,
+        progress: Progress | None = None,
+        *,
+        at_once: bool = False,
     ) -> dict[ContainerLink, asyncio.Task[ImageInfo]]:
-        return {link: self._task(link, name, progress) for link in links}
+        return {link: self._task(link, name, share, progress, at_once=at_once) for link in links}
 
     def _open(self) -> list[ContainerLink]:
         """The containers that can be leased from."""
@@ -237,13 +247,25 @@ class PoolImages:
                 outcome.result = "ok" if info is None else "found"
                 yield info
 
-    def _task(self, link: ContainerLink, name: str, progress: Progress | None) -> asyncio.Task[ImageInfo]:
+    def _task(
+        self,
+        link: ContainerLink,
+        name: str,
+        share: Share | None,
+        progress: Progress | None = None,
+        *,
+        at_once: bool = False,
+    ) -> asyncio.Task[ImageInfo]:
         tasks = self._tasks.setdefault(link, {})
         task = tasks.get(name)
-        if task is None or (_failed(task) and not self._pausing(link, task, name)):
-            work = self._prepare(link, name, progress)
+        if task is None or (_failed(task) and (at_once or not self._pausing(link, task, name))):
+            wanted_by = set[Share]()
+            work = self._prepare(link, name, progress, wanted_by)
             task = tasks[name] = self._state.tasks.spawn(work, f"prepare {name}", awaited=True)
-            task.add_done_callback(self._prepared)
+            self._wanted_by[task] = wanted_by
+            task.add_done_callback(lambda task: self._prepared(link, name, task))
+        if not task.done():
+            self._wanted_by[task].add(share or self._state.fleet.share)
         return task
 
     def _pausing(self, link: ContainerLink, failed: asyncio.Task[ImageInfo], name: str) -> bool:
@@ -253,15 +275,27 @@ class PoolImages:
         """
         elsewhere = [each for each, task in self._tasks_of(name).items() if task.done() and not _failed(task)]
         shareable = name.startswith("docker://") and any(each.architecture == link.architecture for each in elsewhere)
-        until = self._failed_at.get(failed, -math.inf) + ASK_AGAIN_S
-        return self._state.now() < until and bool(elsewhere) and not shareable
+        return failed in self._failed_at and bool(elsewhere) and not shareable
 
-    def _prepared(self, task: asyncio.Task[ImageInfo]) -> None:
+    def _prepared(self, link: ContainerLink, name: str, task: asyncio.Task[ImageInfo]) -> None:
+        self._wanted_by.pop(task, None)
         if _failed(task):  # retrieved, since no one may be waiting for it
-            self._failed_at[task] = self._state.now()
+            self._failed_at[task] = link, name, self._state.now()
         self._state.look_again()
 
-    async def _prepare(self, link: ContainerLink, name: str, progress: Progress | None) -> ImageInfo:
+    def _forget_failed(self) -> None:
+        """Forget the containers that may be asked again for an image."""
+        for task, (link, name, at) in list(self._failed_at.items()):  # the oldest first
+            if self._state.now() < at + ASK_AGAIN_S:
+                return
+            del self._failed_at[task]
+            tasks = self._tasks.get(link, {})
+            if tasks.get(name) is task:
+                del tasks[name]
+
+    async def _prepare(
+        self, link: ContainerLink, name: str, progress: Progress | None, wanted_by: Collection[Share]
+    ) -> ImageInfo:
         seen = "requested"
 
         def report(state: ImageState) -> None:
@@ -280,7 +314,7 @@ class PoolImages:
                     if is_built(name):
                         return await self._built(link, name)
                     if name.startswith("docker://"):
-                        return await self._pulls.bring(link, name, report)
+                        return await self._pulls.bring(link, name, report, wanted_by)
                     return await link.client.images.prepare(name, progress=report)
             except TimeoutError:
                 raise ImageUnavailable(f"image {name}: not prepared within {within_s:g} s: {seen}") from None

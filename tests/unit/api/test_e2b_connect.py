@@ -6,6 +6,7 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from atropos.api.e2b import connect
+from atropos.api.gate import Bodies, Body
 
 
 async def test_a_gone_client_is_no_bug() -> None:
@@ -15,5 +16,6 @@ async def test_a_gone_client_is_no_bug() -> None:
     async def handler(message: bytes) -> connect.Json:
         raise AssertionError(message)
 
-    request = Request({"type": "http", "method": "POST", "headers": []}, receive)
+    scope = {"type": "http", "method": "POST", "headers": [], "atropos.body": Body(Bodies())}
+    request = Request(scope, receive)
     assert (await connect.unary(request, handler)).status_code == 499

@@ -15,6 +15,7 @@ import pytest
 import uvicorn
 from pydantic import SecretStr, ValidationError
 
+from atropos.api import gate
 from atropos.api.executor.models import CallBody, ExecutorServerSettings, OpenTrajectory
 from atropos.api.executor.trajectories import Trajectories
 from atropos.api.executor_api import create_executor_app, drain
@@ -371,6 +372,27 @@ async def test_excess_calls_are_refused(executor: HeldExecutor):
         assert (await client.post(path, json={"name": "hang"})).status_code == 429
         executor.hold.set()
         assert {(await call).status_code for call in calls} == {200}
+
+
+async def test_bodies_under_way_are_bounded(executor: HeldExecutor, monkeypatch: pytest.MonkeyPatch):
+    """Those of calls whose clients have left count as long as the calls wait."""
+    monkeypatch.setattr(gate, "MAX_HELD_BYTES", 3_000_000)
+    large = {"name": "hang", "arguments": {"content": "x" * 1_000_000}}
+    async with api(executor) as client:
+        path = (await client.post("/trajectories", json={})).headers["Location"] + "/calls"
+        for number in range(2):
+            lost = asyncio.create_task(client.post(path, json={**large, "id": f"l{number}"}))
+            await until(lambda number=number: executor.held == number + 1)
+            lost.cancel()
+            await asyncio.gather(lost, return_exceptions=True)
+        again = await client.get(f"{path}/l0")
+        assert again.status_code == 202, "small requests go on"
+        refused = await client.post(path, json={**large, "name": "terminal"})
+        assert (refused.status_code, refused.json()["code"], "Retry-After" in refused.headers) == (429, "full", True)
+        executor.hold.set()
+        await until(lambda: len(executor.ran) == 2)
+        assert (await client.post(path, json={**large, "name": "terminal"})).status_code == 200
+        assert tenant(client).account.bodies.held == 0
 
 
 def test_waiting_calls_are_bounded():

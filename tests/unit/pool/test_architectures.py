@@ -59,6 +59,17 @@ async def test_lack_is_remembered(monkeypatch):
         assert asked["amd64"].preparing == 3
 
 
+async def test_failed_names_are_forgotten(monkeypatch):
+    """Clients may name any number of images that there aren't."""
+    monkeypatch.setattr(images, "ASK_AGAIN_S", 0.0)
+    pool, _ = mixed_pool()
+    async with pool:
+        for number in range(20):
+            with pytest.raises(ImageUnavailable):
+                await pool.prepare(f"{image_for('riscv64')}-{number}")
+        assert [len(tasks) for tasks in pool._images._tasks.values()] == [1, 1]
+
+
 async def test_built_image_keeps_kind():
     pool, backend = mixed_pool()
     async with pool:
