@@ -11,13 +11,13 @@ from atropos.errors import AcquireTimeout, SandboxError
 from atropos.slots import ExecResult, SlotPool
 from atropos.testing.fixtures import FreshPool
 from atropos.testing.harness import BackendHarness
-from atropos.testing.waiting import until
+from atropos.testing.waiting import SLOWNESS, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 async def test_demand_scales_the_pool(fresh_pool: FreshPool) -> None:
-    async with fresh_pool(max_containers=2, idle_container_s=0.5, acquire_timeout_s=90) as pool:
+    async with fresh_pool(max_containers=2, idle_container_s=0.5, acquire_timeout_s=90 * SLOWNESS) as pool:
         slots = [await pool.acquire(f"t{n}") for n in range(3)]
         assert len({slot.container for slot in slots}) == 2
         slots.append(await pool.acquire("t3"))
@@ -36,7 +36,7 @@ async def test_demand_scales_the_pool(fresh_pool: FreshPool) -> None:
 
 
 async def test_killed_server_is_replaced(fresh_pool: FreshPool, harness: BackendHarness) -> None:
-    async with fresh_pool(min_containers=2, max_containers=2, acquire_timeout_s=90) as pool:
+    async with fresh_pool(min_containers=2, max_containers=2, acquire_timeout_s=90 * SLOWNESS) as pool:
         slots = await asyncio.gather(*(pool.acquire(f"t{n}") for n in range(4)))
         victim = slots[0].container
         await asyncio.gather(*(slot.exec("mkfifo go") for slot in slots))
@@ -61,7 +61,7 @@ async def test_killed_server_is_replaced(fresh_pool: FreshPool, harness: Backend
 
 
 async def test_stop_midway_leaves_nothing(fresh_pool: FreshPool) -> None:
-    async with fresh_pool(slots_per_container=4, max_containers=2, acquire_timeout_s=90) as pool:
+    async with fresh_pool(slots_per_container=4, max_containers=2, acquire_timeout_s=90 * SLOWNESS) as pool:
         slots = [await pool.acquire(f"t{n}") for n in range(3)]
         calls = [asyncio.create_task(slot.exec("sleep 1000 & sleep 1000")) for slot in slots]
         waiting = [asyncio.create_task(pool.acquire(f"w{n}")) for n in range(8)]

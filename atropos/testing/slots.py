@@ -18,6 +18,7 @@ from atropos.archives import WholeTar
 from atropos.errors import LeaseExpired, LimitTooLarge
 from atropos.slots import ExecResult, LeaseLimits, PortForward, Slot, SlotPool
 from atropos.slots.slot.processes import Process
+from atropos.testing.waiting import SLOWNESS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -89,14 +90,14 @@ async def test_background_process_is_held(slot: Slot) -> None:
     process = await slot.start(["sh", "-c", "read a; echo got $a >&2; cat; sleep 1000"])
     assert (await process.poll(), await process.read()) == (None, b"")
     await process.write("one\n")
-    assert await process.read(wait_s=10) == b"got one\n"
+    assert await process.read(wait_s=10 * SLOWNESS) == b"got one\n"
     await process.write("two\n")
-    assert await process.read(wait_s=10) == b"two\n"
+    assert await process.read(wait_s=10 * SLOWNESS) == b"two\n"
     await process.close_stdin()
     assert await process.wait(0.2) is None
     assert [one.id for one in await slot.processes()] == [process.id]
     await process.kill()
-    assert await process.wait(10) == -9
+    assert await process.wait(10 * SLOWNESS) == -9
     assert await process.read() == b""
     with pytest.raises(FileNotFoundError):
         await slot.start(["no-such-program"])
@@ -115,12 +116,12 @@ async def test_input_waits_for_its_reader(slot: Slot) -> None:
 async def test_errors_are_read_apart(slot: Slot) -> None:
     process = await slot.start("echo out; echo err >&2; read x; echo more >&2; exit 3", split=True)
     assert process.errors is not None
-    assert await process.read(wait_s=10) == b"out\n"
-    assert await process.errors.read(wait_s=10) == b"err\n"
+    assert await process.read(wait_s=10 * SLOWNESS) == b"out\n"
+    assert await process.errors.read(wait_s=10 * SLOWNESS) == b"err\n"
     (again,) = await slot.processes()
     await again.write("go\n")
     assert b"".join([piece async for piece in process.errors.output()]) == b"more\n"
-    assert (process.errors.exit_code, await process.wait(10), await process.read()) == (3, 3, b"")
+    assert (process.errors.exit_code, await process.wait(10 * SLOWNESS), await process.read()) == (3, 3, b"")
     assert again.errors is not None
     assert await again.errors.read() == b"err\nmore\n"
 
@@ -141,14 +142,16 @@ async def test_held_output_never_falls_out(slot: Slot) -> None:
 
 async def test_dropped_output_is_counted(slot: Slot) -> None:
     process = await slot.start("head -c 100000 /dev/zero", buffer_bytes=1024)
-    assert await process.wait(10) == 0
+    assert await process.wait(10 * SLOWNESS) == 0
     assert len(await process.read()) + process.dropped_bytes == 100_000
 
 
 async def test_a_terminal_has_a_size_that_changes(slot: Slot) -> None:
     process = await slot.start("stty -echo; stty size; read x; stty size", pty=(30, 100))
     line = b""
-    while not line.endswith(b"\n") and (piece := await process.read(wait_s=10)):  # the kernel may give it in two
+    while not line.endswith(b"\n") and (
+        piece := await process.read(wait_s=10 * SLOWNESS)
+    ):  # the kernel may give it in two
         line += piece
     assert line == b"30 100\r\n"
     await process.resize(40, 120)
@@ -176,7 +179,7 @@ async def test_binary_output_arrives_as_it_was(slot: Slot) -> None:
 
 
 async def test_timeout_ends_the_session(slot: Slot) -> None:
-    result = await slot.exec("echo before; sleep 1000 & sleep 1000", timeout_s=3)
+    result = await slot.exec("echo before; sleep 1000 & sleep 1000", timeout_s=3 * SLOWNESS**0.5)
     assert result.timed_out
     assert result.output == "before\n"
     assert "sleep" not in await command_lines(slot)
@@ -185,7 +188,7 @@ async def test_timeout_ends_the_session(slot: Slot) -> None:
 async def test_held_pipe_holds_no_call(slot: Slot) -> None:
     began = time.monotonic()
     assert (await slot.exec("sleep 1000 & echo done")).output == "done\n"
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 30 * SLOWNESS
 
 
 async def test_a_flood_is_cut_to_head_and_tail(slot: Slot) -> None:
@@ -216,7 +219,7 @@ async def test_concurrent_commands_end_alone(slot: Slot) -> None:
         return asyncio.create_task(slot.exec(command, timeout_s=timeout_s, concurrent=True))
 
     waits = start("until [ -s go ]; do sleep 0.02; done; cat go; exit 3")
-    late = start("echo before; sleep 1000", timeout_s=3)
+    late = start("echo before; sleep 1000", timeout_s=3 * SLOWNESS**0.5)
     cancelled = start("echo $$ > pid; sleep 1000")
     await slot.exec("until [ -s pid ]; do sleep 0.02; done")
     cancelled.cancel()
@@ -257,7 +260,7 @@ async def test_a_file_of_many_pieces_arrives_whole(slot: Slot) -> None:
 async def test_too_long_file_is_refused(slot: Slot) -> None:
     """EFBIG, before more than a piece of the file travels."""
     await slot.exec("truncate -s 1T huge; printf 12345 > small; mkdir folder; truncate -s 1T folder/huge")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(10 * SLOWNESS):
         for read in (slot.read_file("huge"), slot.read_file("small", max_bytes=4)):
             with pytest.raises(OSError, match=r"1,099,511,627,776 bytes|5 bytes") as refused:
                 await read
@@ -307,7 +310,7 @@ async def test_view_is_a_clean_machine(slot: Slot) -> None:
     await slot.exec("echo secret > hidden")
     assert (await slot.exec("cat answer; ls /etc/made 2>/dev/null")).output == "42\n"
     beats = "cp beat last; while cmp -s beat last; do sleep 0.02; done"
-    assert (await slot.exec(beats, timeout_s=30)).exit_code == 0
+    assert (await slot.exec(beats, timeout_s=30 * SLOWNESS)).exit_code == 0
     assert "secret" not in (await slot.exec("cat seen")).output
 
 
@@ -333,7 +336,7 @@ async def test_neighbours_see_nothing(pool: SlotPool) -> None:
     async with pool.lease("a") as a, pool.lease("b") as b:
         for slot in (a, b):
             server = await slot.start(["python3", "-c", serve])
-            assert await server.read(wait_s=30) == b"bound\n", "each has a loopback of its own"
+            assert await server.read(wait_s=30 * SLOWNESS) == b"bound\n", "each has a loopback of its own"
         await a.exec("echo a > mine; echo a > /tmp/mine; sleep 4321 &")
         assert "a\n" not in (await b.exec("cat mine /tmp/mine")).output
         assert "4321" not in await command_lines(b)
@@ -408,7 +411,7 @@ async def test_groups_share_names_and_end(pool: SlotPool) -> None:
             await each.start(["python3", "-c", ANSWERS], env={"NAME": name})
         for each in group.values():
             command = 'until out=$(python3 -c "$ASKS" main db web 2> /dev/null); do sleep 0.1; done; echo "$out"'
-            answers = await each.exec(command, env={"ASKS": ASKS}, timeout_s=60)
+            answers = await each.exec(command, env={"ASKS": ASKS}, timeout_s=60 * SLOWNESS)
             assert answers.output == "main\ndb\nweb\n", "each its own, on one port"
         address = (await slot.exec("getent hosts db")).output.split()[0]
         for host in ("db", address):
@@ -435,7 +438,7 @@ async def test_networks_keep_slots_of_a_group_apart(pool: SlotPool) -> None:
             command = (
                 f'until out=$(python3 -c "$ASKS" {" ".join(others)} 2> /dev/null); do sleep 0.1; done; echo "$out"'
             )
-            answers = await each.exec(command, env={"ASKS": ASKS}, timeout_s=60)
+            answers = await each.exec(command, env={"ASKS": ASKS}, timeout_s=60 * SLOWNESS)
             assert answers.output.split() == [*others]
         for each, name, address in ((slot, "db", addresses[1]), (db, "main", addresses[0])):
             for host in (name, address):
@@ -530,7 +533,7 @@ async def test_ports_go_both_ways(slot: Slot) -> None:
 
 
 async def test_snapshot_ends_a_forward(slot: Slot, caplog: pytest.LogCaptureFixture) -> None:
-    async with await PortForward.to_slot(slot, 4713) as forward, await slot.snapshot(), asyncio.timeout(30):
+    async with await PortForward.to_slot(slot, 4713) as forward, await slot.snapshot(), asyncio.timeout(30 * SLOWNESS):
         with pytest.raises(ConnectionRefusedError):
             while True:
                 with contextlib.suppress(ConnectionResetError):  # it was waiting to be accepted as the forward ended
@@ -558,10 +561,10 @@ while True: threading.Thread(target=serve, args=(listener.accept()[0],), daemon=
 
 async def test_broken_download_ends_alone(slot: Slot) -> None:
     service = await slot.start(["python3", "-c", ENDLESS])
-    assert await service.read(wait_s=30) == b"listens\n"
+    assert await service.read(wait_s=30 * SLOWNESS) == b"listens\n"
 
     async def ping(port: int) -> bytes:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(30 * SLOWNESS):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(b"ping")
             pong = await reader.read()
@@ -577,7 +580,7 @@ async def test_broken_download_ends_alone(slot: Slot) -> None:
         await asyncio.sleep(1)  # until every buffer on the way to the service is full
         writer.transport.abort()
         assert await ping(there.port) == b"pong"
-        assert (await slot.exec("while [ ! -e broken ]; do sleep 0.1; done", timeout_s=30)).exit_code == 0
+        assert (await slot.exec("while [ ! -e broken ]; do sleep 0.1; done", timeout_s=30 * SLOWNESS)).exit_code == 0
 
 
 async def _send(writer: asyncio.StreamWriter, data: bytes) -> None:

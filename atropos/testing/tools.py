@@ -91,7 +91,7 @@ class TestTerminal:
         assert missing.error
 
     async def test_an_endless_command_is_ended(self, use: Use) -> None:
-        result = await use("terminal", command="echo begun; sleep 600", timeout=3)
+        result = await use("terminal", command="echo begun; sleep 600", timeout=3 * SLOWNESS**0.5)
         assert (result.timed_out, result.output) == (True, "begun\n")
         assert (await use("terminal", command="pgrep -c sleep || true")).output.strip() in {"0", ""}
 
@@ -154,7 +154,7 @@ class TestProcesses:
     async def test_foreground_on_a_terminal(self, use: Use) -> None:
         result = await use("terminal", command="test -t 1 && printf '\\033[31mred\\033[0m\\n'; exit 3", pty=True)
         assert (result.output, result.exit_code) == ("red\n", 3)
-        late = await use("terminal", command="echo begun; sleep 600", pty=True, timeout=3)
+        late = await use("terminal", command="echo begun; sleep 600", pty=True, timeout=3 * SLOWNESS**0.5)
         assert (late.output, late.timed_out, late.limit) == ("begun\n", True, "time")
         flood = await use("terminal", command="seq 100000", pty=True)
         assert flood.output.startswith("[488,895 bytes before this were dropped]\n")
@@ -446,7 +446,7 @@ async def test_cancelled_call_ends_alone(executor: ToolExecutor) -> None:
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(30 * SLOWNESS):
         while (await run("test -f pid && kill -0 $(cat pid)")).success:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     await executor.release_trajectory("c")
@@ -519,7 +519,7 @@ async def test_whatever_a_model_writes_is_answered(pool: SlotPool, seed: int) ->
                     arguments[name] = generator.choice(field.get("enum", WILD))
             if generator.random() < 0.1:
                 arguments[generator.choice(["x", "cmd", "\ud800"])] = generator.choice(WILD)
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(60 * SLOWNESS):
                 result = await executor.execute("w", ToolCall(name=chosen.name, arguments=arguments))
             assert f"the tool {chosen.name} failed" not in (result.error or ""), (chosen.name, arguments)
             text = result.to_xml()

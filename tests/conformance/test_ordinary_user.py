@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from tests.processes import adopt_orphans, descendants
-from tests.waiting import until
+from tests.waiting import SLOWNESS, until
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="the whole suite runs as an ordinary user already")
@@ -26,12 +26,12 @@ async def test_works_and_leaves_nothing():
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
-    out, err = await asyncio.wait_for(process.communicate(), 120)
+    out, err = await asyncio.wait_for(process.communicate(), 120 * SLOWNESS)
     assert process.returncode == 0, err.decode()[-3000:]
     found = json.loads(out)
     (noted,) = [line for line in err.decode().splitlines() if " lack " in line]
     assert all(name in noted for name in ("memory_limit", "pids_limit", "cpu_weight")), noted
-    assert found.pop("stop_s") < 30
+    assert found.pop("stop_s") < 30 * SLOWNESS
     assert found.pop("uid") != 0
     assert found == {
         "who": "0\n/workspace\n",

@@ -18,7 +18,7 @@ from atropos.errors import AcquireTimeout, ConfigError, LeaseExpired
 from atropos.slots import sync
 from tests.engines import pool_config
 from tests.processes import running
-from tests.waiting import until
+from tests.waiting import SLOWNESS, until
 
 INTERNAL = {
     "Slot": {
@@ -105,7 +105,7 @@ def test_a_port_is_forwarded(pool: sync.SlotPool) -> None:
     with pool.lease("a") as slot:
         slot.start("exec python3 -m http.server 8000")
         with sync.PortForward.to_slot(slot, 8000) as forward:
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + 30 * SLOWNESS
             while True:
                 try:
                     answer = httpx.get(f"http://127.0.0.1:{forward.port}/")

@@ -12,13 +12,14 @@ from atropos.errors import OutcomeUnknown, SandboxError, SlotLost
 from atropos.slots import SlotPool
 from atropos.tools import ToolCall, ToolExecutor, build_tool_registry
 from tests.engines import pool_config
+from tests.waiting import SLOWNESS
 
 
 def terminal(command):
     return ToolCall(name="terminal", arguments={"command": command})
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(120 * SLOWNESS)
 async def test_killed_server_is_raised():
     async with (
         SlotPool(pool_config("local", max_containers=1, reconnect_s=2)) as pool,
@@ -36,7 +37,7 @@ async def test_killed_server_is_raised():
         with pytest.raises(SandboxError, match="must be released"):
             await executor.execute("a", terminal("true"))
         await executor.release_trajectory("a")
-        async with asyncio.timeout(90):
+        async with asyncio.timeout(90 * SLOWNESS):
             assert (await executor.execute("a", terminal("ls"))).output == ""
 
 

@@ -61,7 +61,7 @@ async def a_kill_for_want_of_the_container_s_memory_is_no_result(host):
         beside = [await host.start(f"beside-{number}") for number in range(3)]
 
         async def in_the_background(s):
-            return await do(s, ProcRead(id=(await do(s, ProcStart(command=within))).id, wait_s=20))
+            return await do(s, ProcRead(id=(await do(s, ProcStart(command=within))).id, wait_s=20 * SLOWNESS))
 
         states = await until_one_is_lost((a, *beside), in_the_background)
         lost = [one for one in states if isinstance(one, SlotLost)]
@@ -115,7 +115,7 @@ async def a_background_process_tells_of_the_memory_that_ended_it(host):
     async with slot(host) as s:
         for command, code in (("exec {}", -9), ("{}; exit $?", 137)):
             started = await do(s, ProcStart(command=command.format("python3 -c 'x = bytearray(300 << 20)'")))
-            ended = await do(s, ProcRead(id=started.id, wait_s=20))
+            ended = await do(s, ProcRead(id=started.id, wait_s=20 * SLOWNESS))
             assert (ended.running, ended.exit_code, ended.limit) == (False, code, "memory"), ended
         killed = await do(s, ProcStart(command="sleep 1000"))
         await do(s, ProcKill(id=killed.id, signal="KILL"))

@@ -74,7 +74,7 @@ async def test_commands_without_room_end_at_once(slot):
     """The runner tried each start for 5 s, in which it answered nothing: the slot was taken for dead."""
     hog = asyncio.create_task(slot.exec(["python3", "-c", HOLD], concurrent=True))
     await until_there(slot, "full")
-    for result in await asyncio.gather(*(slot.exec("true", timeout_s=1, concurrent=True) for _ in range(8))):
+    for result in await asyncio.gather(*(slot.exec("true", timeout_s=1 * SLOWNESS, concurrent=True) for _ in range(8))):
         assert (result.exit_code, result.limit) == (None, "pids"), result
     hog.cancel()
     await asyncio.gather(hog, return_exceptions=True)

@@ -18,6 +18,7 @@ import pytest
 from atropos import wire
 from tests.security.conftest import SECRET
 from tests.security.test_what_programs_say_and_leave import says
+from tests.waiting import SLOWNESS
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 TIMES = int(os.environ.get("ATROPOS_FAULTS", "1"))
@@ -84,7 +85,7 @@ async def swapping(slot, secret_file) -> None:
     await slot.write_file("/root/swap.py", SWAP)
     begun = await slot.run(wire.ProcStart(command=f"exec python3 /root/swap.py {secret_file}"))
     assert begun.kind == "proc_state", begun
-    told = await slot.run(wire.ProcRead(id=begun.id, wait_s=20, until="output"))
+    told = await slot.run(wire.ProcRead(id=begun.id, wait_s=20 * SLOWNESS, until="output"))
     assert told.output == b"swapping\n", told
 
 
@@ -164,7 +165,7 @@ async def test_swapped_paths_go_nowhere(attacker, beside, secret_file):
     answers = 0
     while time.monotonic() < ends:
         batch = [operation(rng) for _ in range(8)]
-        async with asyncio.timeout(40):
+        async with asyncio.timeout(40 * SLOWNESS):
             results = await asyncio.gather(*(attacker.run(each) for each in batch))
         for asked, result in zip(batch, results, strict=True):
             assert SECRET.encode() not in contents(result), asked
@@ -189,7 +190,7 @@ async def test_a_snapshot_midway_holds_no_outside(pool, beside, secret_file):
                 look = "find . -type l -printf '%p\\n' | sort | tr '\\n' ' '; cat /proc/[0-9]*/comm | grep -c python; grep -rs correct-horse . ; true"
                 found = await fork.exec(look)
                 assert set(found.output.split()) <= {"0", "./a", "./la", "./lb", "./b/f"}, found
-                async with asyncio.timeout(40):
+                async with asyncio.timeout(40 * SLOWNESS):
                     for _ in range(20):
                         result = await fork.run(operation(random.Random(number)))
                         assert SECRET.encode() not in contents(result)
@@ -224,7 +225,7 @@ async def test_archived_links_nowhere(attacker, name):
             info.size = 12 if kind == tarfile.REGTYPE else 0
             tar.addfile(info, io.BytesIO(b"FORGED RESULT"[: info.size]))
     before = (await attacker.exec("ls -ld /etc /root / /workspace | cut -d' ' -f1; ls -A / /etc")).output
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(20 * SLOWNESS):
         result = await attacker.run(wire.Untar(path="in", data=buffer.getvalue()))
     assert result.kind == "op_error" and result.error == "bad_path", result
     after = (await attacker.exec("ls -ld /etc /root / /workspace | cut -d' ' -f1; ls -A / /etc; rm -rf in")).output
@@ -236,7 +237,7 @@ async def test_archive_replaces_links(attacker):
         "mkdir -p in/real; cd in; mkfifo pipe; ln -s /etc/passwd link; ln -s real way; echo old > file; ln file other"
     )
     data = archive(**{"pipe": b"1", "link": b"2", "way/in": b"3", "file": b"4", "new/folders/5": b"5"})
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(20 * SLOWNESS):
         result = await attacker.run(wire.Untar(path="in", data=data))
     assert result.kind == "done", result
     await says(

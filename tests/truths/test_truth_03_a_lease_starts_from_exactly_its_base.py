@@ -7,6 +7,8 @@ import asyncio
 import pytest
 import pytest_asyncio
 
+from tests.waiting import SLOWNESS
+
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 LOOK = r"""
@@ -50,7 +52,7 @@ async def test_nothing_earlier_is_left(one_slot):
         assert "/workspace" in fresh
     for name, mess in MESSES.items():
         async with one_slot.lease(name) as slot:
-            await slot.exec(mess, timeout_s=2 if "stopped" in name else 60)
+            await slot.exec(mess, timeout_s=2 if "stopped" in name else 60 * SLOWNESS)
         async with one_slot.lease(f"after {name}") as slot:
             assert (await slot.exec(LOOK)).output == fresh, name
     assert one_slot.stats().retired == 0
@@ -63,7 +65,7 @@ async def test_reset_time_is_constant(one_slot):
         best = 1e9
         for _ in range(3):
             slot = await one_slot.acquire("t")
-            await slot.exec(command, timeout_s=120)
+            await slot.exec(command, timeout_s=120 * SLOWNESS)
             loop = asyncio.get_running_loop()
             began = loop.time()
             await slot.release()
