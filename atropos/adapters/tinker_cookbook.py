@@ -130,9 +130,12 @@ class AtroposSandboxes:
         with infrastructure(SandboxTerminatedError):
             pool = await shared.enter()
             try:
-                image = await pool.prepare(load_task(env_dir.parent))
+                task = load_task(env_dir.parent, architecture=pool.architecture)
+                image = await pool.prepare(task)
                 assert image is not None
+                wants = task.config.environment
                 request = self._request.model_copy(update={"image": image.source})
+                request = request.with_gpus(wants.wanted_gpus, wants.gpu_types)
                 return TinkerSandbox(await lease_until_exit(request, "tinker-cookbook"))
             finally:
                 await shared.leave()

@@ -83,7 +83,7 @@ async def _run(
     async with SlotPool(SlotPoolConfig.model_validate(settings)) as pool:
         if image is not None:
             with progress_display() as progress_of:
-                prepared = await pool.prepare(image_or_task(image), progress=progress_of(image))
+                prepared = await pool.prepare(image_or_task(image, pool), progress=progress_of(image))
             image = prepared.source if prepared is not None and prepared.source.startswith("atropos-build:") else image
         async with pool.lease("atropos-exec", image=image) as slot:
             if upload is not None:

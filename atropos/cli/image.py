@@ -97,7 +97,7 @@ async def _prepare(images: list[str], settings: dict[str, object]) -> list[Prepa
 
     async with SlotPool(SlotPoolConfig.model_validate(settings | await _place(settings["backend"]))) as pool:
         with progress_display() as progress_of:
-            work = [pool.prepare(image_or_task(name), progress=progress_of(name)) for name in images]
+            work = [pool.prepare(image_or_task(name, pool), progress=progress_of(name)) for name in images]
             prepared = await asyncio.gather(*work)
     return [
         {

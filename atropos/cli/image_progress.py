@@ -13,17 +13,18 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
 
 if TYPE_CHECKING:
+    from atropos.slots import SlotPool
     from atropos.slots.pool.images import Progress as Report
     from atropos.tasks.format.task import Task
     from atropos.wire import ImageState
 
 
-def image_or_task(name: str) -> str | Task:
-    """An image's name on the command line; a task's folder or a Dockerfile is read, to be built."""
+def image_or_task(name: str, pool: SlotPool) -> str | Task:
+    """An image's name on the command line; a task's folder or a Dockerfile is read, to be built in a pool."""
     from atropos.tasks.folder import is_task, load_task
 
     path = Path(name)
-    return load_task(path) if path.is_file() or is_task(path) else name
+    return load_task(path, architecture=pool.architecture) if path.is_file() or is_task(path) else name
 
 
 @contextlib.contextmanager

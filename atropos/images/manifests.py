@@ -71,7 +71,7 @@ def architecture(text: str) -> str:
 
 def is_for(platform: str, machine: str) -> bool:
     """Whether a platform, such as `linux/arm64/v8` or `arm64`, is that of every machine of an architecture."""
-    name, _, variant = platform.removeprefix("linux").removeprefix("/").partition("/")
+    name, _, variant = platform.lower().removeprefix("linux").removeprefix("/").partition("/")
     name = architecture(name)
     return name in {"", machine} and (not variant or (name, variant) in _ANY_MACHINE)
 

@@ -11,6 +11,7 @@ from tinker_cookbook.sandbox import SandboxInterface, SandboxTerminatedError
 from transformers import AutoTokenizer
 
 from atropos.adapters.tinker_cookbook import AtroposDatasetBuilder, AtroposSandboxes
+from atropos.errors import ConfigError
 from examples.policy.tokenizer import FOLDER
 from tests.adapters.hosts.accident import kill_container
 from tests.files import write_files
@@ -48,6 +49,12 @@ async def test_sandbox_has_its_tasks_image(task: Path):
         await sandbox.cleanup()
     with pytest.raises(SandboxTerminatedError):
         await sandbox.run_command("true")
+
+
+async def test_tasks_gpus_are_asked_for(task: Path):
+    (task / "task.toml").write_text('version = "1.0"\n[environment]\ngpus = 1\n')
+    with pytest.raises(ConfigError, match=r"gpus: 1 wanted, a container has 0; set gpus"):
+        await AtroposSandboxes(pool=POOL)(task / "environment", 600)
 
 
 async def test_lost_sandbox_no_reward(task: Path, monkeypatch: pytest.MonkeyPatch):

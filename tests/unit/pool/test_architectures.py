@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from atropos.cli.image_progress import image_or_task
 from atropos.errors import AcquireTimeout, ConfigError, ImageUnavailable
 from atropos.slots.pool import images
+from atropos.tasks.format.task import Task
 from atropos.wire import ImageInfo
 from tests.unit.pool.model import model_pool
 from tests.waiting import until
@@ -106,6 +108,17 @@ async def test_built_for_one_kind():
         pool, _ = model_pool(architectures=architectures, architecture=wanted)
         async with pool:
             assert pool.architecture == "arm64"
+
+
+@pytest.mark.parametrize("architecture", BOTH)
+async def test_dockerfiles_are_read_for_the_pool(tmp_path, architecture):
+    dockerfile = tmp_path / "Dockerfile"
+    dockerfile.write_text(f"FROM --platform=linux/{architecture} debian\n")
+    pool, _ = model_pool(architectures=(architecture,))
+    async with pool:
+        task = image_or_task(str(dockerfile), pool)
+    assert isinstance(task, Task)
+    assert task.recipe.image == "debian"
 
 
 async def test_other_kind_fails_the_start():

@@ -188,8 +188,8 @@ def test_a_download_s_name_is_unescaped(folder):
 @pytest.mark.parametrize(
     ("platforms", "architecture"),
     [
-        (("linux/amd64", "linux/x86_64", "amd64", "linux/amd64/v1", "linux", "$BUILDPLATFORM"), "amd64"),
-        (("linux/arm64", "linux/aarch64", "arm64", "linux/arm64/v8", "linux", "$TARGETPLATFORM"), "arm64"),
+        (("linux/amd64", "linux/x86_64", "AMD64", "linux/amd64/v1", "linux", "$BUILDPLATFORM"), "amd64"),
+        (("linux/arm64", "Linux/aarch64", "arm64", "linux/arm64/v8", "linux", "$TARGETPLATFORM"), "arm64"),
     ],
 )
 def test_from_names_what_slots_are(folder, platforms, architecture):
