@@ -131,6 +131,7 @@ class Admission:
     def add(self, connection: _Unauthenticated) -> None:
         """Count a new connection; the oldest one goes when there are too many."""
         while len(self._waiting) >= self._most:
+            # The oldest: a real client sends its head at once, so that what has waited longest is least likely one.
             next(iter(self._waiting)).abort()
         self._waiting[connection] = None
 
@@ -145,6 +146,7 @@ class Admission:
         bearers = [bearer_of(value) for name, value in request.headers if name == b"authorization"]
         others = [value for name, value in request.headers if name in self._token_headers]
         for values in (bearers, others):
+            # Two values are refused: another server behind this one might go by the other.
             if len(values) == 1 and (holder := self._token.holder(values[0])) is not None:
                 return holder
         return "" if self._admits(request) else None
@@ -155,6 +157,7 @@ class Admission:
             return True
         held = self._held.setdefault(holder, set())
         if len(held) >= self._most_each:
+            # Only where it matters: transports are not told of to this table when they end.
             held -= {each for each in held if each.is_closing()}
         if len(held) >= self._most_each:
             return False
@@ -245,6 +248,7 @@ class _Unauthenticated(asyncio.Protocol):
         if self._decided:
             return
         self._received += data
+        # Decrypted data may come before `start_tls` has returned: it is parsed once the transport is known.
         if self._handshake is not None:
             return
         try:
@@ -267,12 +271,15 @@ class _Unauthenticated(asyncio.Protocol):
         elif holder is not None:
             self._forget()
             http = self._make_http()
+            # From here on asyncio calls the HTTP server directly; nothing of this class stays in the way of its bytes.
             transport.set_protocol(http)
             http.connection_made(transport)
+            # What was read for the decision, so that the server sees the request from its first byte.
             http.data_received(bytes(self._received))
         elif self._admission.is_open(request):
             self._http = self._make_http()
             self._http.connection_made(transport)
+            # Not what was received: a body, or a second request behind it, never reaches the server.
             self._http.data_received(_without_body(request))
         else:
             self._answer(401, b"" if request.method == b"HEAD" else self._admission.refusal)
@@ -287,6 +294,7 @@ class _Unauthenticated(asyncio.Protocol):
             headers.append(("WWW-Authenticate", "Bearer"))
         head = self._parser.send(h11.Response(status_code=status, headers=headers))
         transport.write((head or b"") + (self._parser.send(h11.Data(data=body)) or b""))
+        # Half-closed: the peer can still read the answer while what it sends is discarded, until the deadline.
         if transport.can_write_eof():
             transport.write_eof()
         else:  # TLS

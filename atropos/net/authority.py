@@ -41,6 +41,7 @@ class Authority:
 
     def __init__(self, pem: str) -> None:
         self.pem = pem
+        # One cache for each authority: a module-wide one would keep the keys of slots that have ended.
         self.context = functools.lru_cache(_MOST_HOSTS)(self._context)
 
     @classmethod
@@ -50,8 +51,10 @@ class Authority:
         Raises:
             OSError: OpenSSL is missing, too old, or fails.
         """
+        # Name constraints (RFC 5280, 4.2.1.10): the slot trusts it for these hosts alone, whoever gets the key.
         permitted = ",".join(f"permitted;{_constraint(rule)}" for rule in rules)
         pem = _made(
+            # pathlen 0: it signs for hosts, and no further authority.
             "basicConstraints = critical,CA:TRUE,pathlen:0\nkeyUsage = critical,keyCertSign,cRLSign\n"
             f"nameConstraints = critical,{permitted}\n"
         )
@@ -76,7 +79,9 @@ class Authority:
                 signer=self.pem,
             )
         )
+        # `server_context` asks for 1.3, which programs in old images don't speak.
         context.minimum_version = ssl.TLSVersion.TLSv1_2
+        # The proxy reads HTTP/1.1 alone; without ALPN a client might begin with HTTP/2.
         context.set_alpn_protocols(["http/1.1"])
         return context
 
@@ -91,6 +96,7 @@ def _made(extensions: str, signer: str | None = None) -> str:
     """A certificate and its new key, in PEM. `signer`: those of the authority that signs; None: itself."""
     command = [PROGRAM, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     command += ["-days", str(_DAYS), "-config", "/dev/stdin", "-keyout", "/dev/stdout"]
+    # The key is never a file or an argument, which other processes could read.
     held = os.memfd_create("signer")
     try:
         if signer is not None:

@@ -45,6 +45,7 @@ class Question:
             while size := message[at]:
                 if size > 63:  # a pointer to an earlier name: there is none
                     raise ValueError("a name that can't be read")
+                # Any byte has a character, so that odd names are refused by the policy and not by an error here.
                 labels.append(message[at + 1 : at + 1 + size].decode("latin-1"))
                 at += 1 + size
             kind, network = struct.unpack_from(">HH", message, at + 1)
@@ -56,5 +57,6 @@ class Question:
     def answer(self, code: int, address: bytes = b"", ttl_s: int = 0) -> bytes:
         """The message that answers it, with an address or without."""
         flags = _RESPONSE | self.flags & (_OPERATION | _RECURSION_WANTED) | _RECURSION | code
+        # 0xC00C: a pointer to the name in the question, 12 bytes from the start (RFC 1035, 4.1.4).
         record = struct.pack(">HHHIH", 0xC00C, self.kind, _INTERNET, ttl_s, len(address)) if address else b""
         return _HEADER.pack(self.ident, flags, 1, bool(address), 0, 0) + self.section + record + address

@@ -80,6 +80,7 @@ class Rule:
             address = literal(host)
             return address is not None and address in self.network
         if self.host.startswith("*."):
+            # With its dot: `*.example.com` is neither `badexample.com` nor `example.com` itself.
             return host.endswith(self.host[1:])
         return host == self.host
 
@@ -87,6 +88,7 @@ class Rule:
         """Whether the rule names exactly this destination, by its host or its address."""
         if self.network is not None:
             return self.covers(port) and address in self.network
+        # A wildcard names nobody: whoever owns a name below it could point it into a private network.
         return self.host != "public" and not self.host.startswith("*.") and self.matches(host, port)
 
 
@@ -103,6 +105,7 @@ def parse(text: str, *, field: str, ports: frozenset[int] | None = None) -> Rule
     """
     entry = text.strip().lower().rstrip(".")
     host, colon, digits = entry.rpartition(":")
+    # A colon within an IPv6 address begins no port, unless the address stands in brackets.
     if colon and not digits.startswith("//") and (host.endswith("]") or ":" not in host):
         if not digits.isdecimal() or not 0 < int(digits) < 65_536:
             raise ConfigError(f"{field}: {text!r}: a port is 1 to 65535")
@@ -214,6 +217,7 @@ class Policy:
             raise EgressRefused(
                 f"{name}:{port} is not on the list of allowed hosts ({allowed}; ports {ports or 'none'})"
             )
+        # Denied networks are asked once the addresses are known (`judge_addresses`).
         if any(rule.network is None and rule.matches(name, port) for rule in self.deny):
             raise EgressRefused(f"{name}:{port} is on the list of denied hosts")
         return name
@@ -244,10 +248,12 @@ class Policy:
         raise EgressRefused(f"{name} leads to {shown}: only public addresses can be reached, and none that is denied")
 
     def _reaches(self, name: str, port: int, address: Address, own: frozenset[Address]) -> bool:
+        # Judged in every form: a NAT64 or 6to4 address of a private IPv4 one must not pass as a public IPv6 one.
         every = forms(address)
         denied = [rule.network for rule in self.deny if rule.network is not None]
         if any(form in network for form in every for network in (*denied, *_NEVER)):
             return False
+        # This machine's own addresses lead to what listens here, the sandbox server among it, however public they are.
         local = any(form in own or form.is_loopback for form in every)
         if local and not self.own_by_name:
             return False
@@ -285,6 +291,7 @@ class Narrowed:
 
     def judge_name(self, host: str, port: int) -> str:
         """As `Policy.judge_name`."""
+        # The operator's first: its refusal is the one that is shown.
         return self.inner.judge_name(self.outer.judge_name(host, port), port)
 
     def judge_addresses(

@@ -71,12 +71,16 @@ class Forwarding:
                     f"{request.method.decode()} is answered with the request, and this host's has a secret"
                 )
             forwarded = self.insertion.into(forwarded)
+        # Host first (RFC 9110, 7.2), and one request a connection: no second one can be smuggled behind it.
         headers = [(b"host", authority), *forwarded, (b"connection", b"close")]
         asked = h11.Request(method=request.method, target=target, headers=headers)
+        # An origin may answer before it has read the whole body, and a client may go before the answer.
         await race(self._up(asked), self._down())
 
     async def _send(self, data: bytes | None, sink: asyncio.StreamWriter) -> None:
         if data:
+            # Before they are moved, so that a budget is never exceeded by what is under way.
+            # Before the bytes move: the budget is never exceeded by what is under way.
             self.spend(len(data))
             sink.write(data)
             await sink.drain()
@@ -98,6 +102,7 @@ class Forwarding:
                 if client.they_are_waiting_for_100_continue:
                     go_on = h11.InformationalResponse(status_code=100, headers=[])
                     await self._send(client.send(go_on), self.writer)
+                # An empty read tells h11 that the client has closed; `next_event` then says whether that was the end.
                 client.receive_data(await self.reader.read(CHUNK_BYTES))
             elif isinstance(event, (h11.Data, h11.EndOfMessage)):
                 await self._offer(origin.send(event) or b"")
@@ -130,6 +135,7 @@ class Forwarding:
                     await self._send(client.send(h11.Data(rest)), self.writer)
                 await self._send(client.send(h11.EndOfMessage()), self.writer)
                 return
+            # 1xx answers are dropped: they may carry headers, and no client needs them.
             elif not isinstance(event, h11.InformationalResponse):
                 raise ConnectionResetError("the origin closed the connection")
 
@@ -183,6 +189,7 @@ async def head(connection: h11.Connection, reader: asyncio.StreamReader) -> h11.
 def refusal(error: Exception) -> tuple[int, str]:
     """Status and text of the answer to a request that failed."""
     if isinstance(error, EgressRefused | OutOfBytes):
+        # 403 and not 502: a program that retries on gateway errors would try again in vain.
         return 403, f"egress refused: {error}\n"
     if isinstance(error, TimeoutError):
         return 504, "egress: timed out\n"
@@ -198,6 +205,7 @@ async def answer(connection: h11.Connection, writer: asyncio.StreamWriter, statu
     """
     if writer.is_closing():
         return
+    # A second head would be read as a part of the body.
     if connection.our_state not in {h11.IDLE, h11.SEND_RESPONSE}:
         reset(writer)
         return

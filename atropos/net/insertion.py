@@ -33,6 +33,7 @@ class Insertion:
 
     def into(self, headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
         """A request's headers (names in lower case) with the secrets instead of what the program wrote there."""
+        # The program's own header of that name goes: of two, a server may take either.
         replaced = _DROPPED.union(name for name, _ in self.headers)
         others = [pair for pair in headers if pair[0] not in replaced]
         return [*others, *self.headers, (b"accept-encoding", b"identity")]
@@ -59,6 +60,7 @@ class SlotSecrets:
             tls: what the program begins with, TLS or a request; None: what is expected on this port.
         """
         matching = [each for each in self._secrets if each.matches(name, port)]
+        # TLS wins over plain: a host with both kinds never gets the first one's secret unencrypted.
         ended = any(each.tls for each in matching)
         matching = [each for each in matching if each.tls == ended]
         if not matching or tls not in {None, ended}:
@@ -77,6 +79,7 @@ class Blot:
     """Overwrites values with asterisks, as many as they are long, as they were or in a usual encoding."""
 
     def __init__(self, values: Iterable[bytes]) -> None:
+        # In any case: percent-encoding and hexadecimal are written in both.
         self._spellings = frozenset(each.lower() for value in values for each in _spellings(value))
         self._longest = max(map(len, self._spellings))
 
@@ -87,6 +90,7 @@ class Blot:
             at = lowered.find(each)
             while at >= 0:
                 blotted[at : at + len(each)] = b"*" * len(each)
+                # From the next byte, not from the end of this one: occurrences may overlap.
                 at = lowered.find(each, at + 1)
         return bytes(blotted)
 
@@ -127,5 +131,6 @@ def _spellings(value: bytes) -> list[bytes]:
     for before in range(3):  # within a longer text its first and last characters depend on the neighbours
         whole = (before + len(value)) * 8 // 6
         spellings.append(base64.b64encode(bytes(before) + value)[(0, 2, 3)[before] : whole])
+    # The alphabet for URLs (RFC 4648, 5).
     spellings += [each.translate(bytes.maketrans(b"+/", b"-_")) for each in spellings[-3:]]
     return spellings

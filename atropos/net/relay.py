@@ -78,13 +78,18 @@ async def relay(
     upstream: asyncio.StreamWriter | None = None
     connection = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD)
     try:
+        # Before anything is read: a connection beyond the bound shall cost no memory for its head.
+        # Before the head is read: a connection beyond the bound costs no memory for it.
         admit()
         request = await head(connection, reader)
         authorization = dict(request.headers).get(b"proxy-authorization", b"")
+        # In constant time, so that how long it takes says nothing of how much was right.
         if credentials is not None and not hmac.compare_digest(authorization, credentials):
             await answer(connection, writer, 407, "the proxy needs its password\n")
             return
         host, port, target = _destination(request)
+        # `name`, from here on: the canonical form that was judged, whatever the request calls it.
+        # `name`, from here on: the canonical form that was judged, whatever the request calls it.
         name, remote, upstream = await dial(host, port)
         async with _while_it_moves(spend) as moved:
             if request.method == b"CONNECT":
@@ -164,7 +169,9 @@ async def _serve_as_host(
     tls = insertion.authority is not None
     try:
         if insertion.authority is not None:
+            # A program makes the certificate.
             shown = await asyncio.to_thread(insertion.authority.context, name)
+            # The program first: one that doesn't trust the authority ends here, before the host sees anything.
             await writer.start_tls(shown, ssl_handshake_timeout=HEAD_S)
             await upstream.start_tls(_trusted(), server_hostname=name, ssl_handshake_timeout=HEAD_S)
         else:
@@ -208,6 +215,7 @@ async def _while_it_moves(spend: Callable[[int], None]) -> AsyncGenerator[Callab
 
         def moved(count: int) -> None:
             spend(count)
+            # Rescheduling a timeout that has fired raises RuntimeError.
             if not idle.expired():
                 idle.reschedule(clock() + IDLE_S)
 
@@ -216,6 +224,7 @@ async def _while_it_moves(spend: Callable[[int], None]) -> AsyncGenerator[Callab
 
 def _destination(request: h11.Request) -> tuple[str, int, bytes]:
     """Host, port and the target of the request to the origin."""
+    # Beyond ASCII the host could read as another name to the origin's parser than to this one.
     text = request.target.decode("ascii", "strict")
     if request.method == b"CONNECT":
         host, colon, digits = text.rpartition(":")
@@ -251,9 +260,11 @@ async def connect(
         OSError: none does.
     """
     problem: OSError = OSError(f"{name} can't be reached")
+    # Four: a name may have dozens, and each that is silent takes `CONNECT_S`.
     for address in addresses[:4]:
         try:
             async with asyncio.timeout(CONNECT_S):
+                # By address: a second look-up of the name could be answered otherwise (DNS rebinding).
                 return await asyncio.open_connection(str(address), port, limit=CHUNK_BYTES)
         except TimeoutError:
             problem = OSError(f"{name} ({address}) did not answer within {CONNECT_S:g} s")
@@ -280,6 +291,7 @@ async def _splice(
             if not data:
                 break
         with contextlib.suppress(OSError, RuntimeError):
+            # Only this direction ends: the other side may go on sending (a half-closed connection).
             sink.write_eof()
 
     try:

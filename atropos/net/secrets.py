@@ -13,6 +13,7 @@ from atropos.net.egress_policy import Rule, parse
 MIN_CHARS = 8
 """Shortest credentials: shorter ones can't be told from an answer's other text."""
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,100}\Z")
+# Printable ASCII: a line break would begin another header.
 _VALUE = re.compile(r"[!-~](?:[ -~]*[!-~])?\Z")
 _OURS = frozenset(
     {"host", "connection", "content-length", "transfer-encoding", "expect", "te", "trailer", "upgrade", "keep-alive"}
@@ -62,6 +63,7 @@ def credentials(value: bytes) -> list[bytes]:
     scheme, _, rest = value.rpartition(b" ")
     if scheme.lower() == b"basic":
         try:
+            # The user's name is no secret, and often a common word that answers are full of.
             return [rest, base64.b64decode(rest, validate=True).partition(b":")[2]]
         except ValueError:
             pass

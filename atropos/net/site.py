@@ -44,11 +44,13 @@ class Site:
         self._accepting = await loop.create_server(
             lambda: self._admission.connection(http), sock=listener, backlog=ACCEPTS
         )
+        # `create_server` has set the kernel's backlog to ACCEPTS, which is only to bound what one turn accepts.
         listener.listen(BACKLOG)
 
     async def close(self) -> None:
         """Stop listening, and wait for running requests."""
         if self._accepting is not None:
+            # No new connections first, then those without a token, then running requests to their end.
             self._accepting.close()
         self._admission.close()
         await self._runner.cleanup()

@@ -37,6 +37,7 @@ def listen(host: str, port: int, *, setting: str = "host, port") -> socket.socke
         family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, number)
         try:
+            # A restarted server gets its port while connections of the last one are in TIME_WAIT (socket(7)).
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             # its connections have it too: one whose client's machine is gone ends, also where nothing is sent to it
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -48,6 +48,7 @@ def server_context(pem: str) -> ssl.SSLContext:
     held = os.memfd_create("tls")  # the ssl module reads files alone
     try:
         os.write(held, pem.encode())
+        # An encrypted key is refused: without a password function OpenSSL would ask on the terminal.
         context.load_cert_chain(f"/proc/self/fd/{held}", password=lambda: "")
     finally:
         os.close(held)

@@ -22,6 +22,7 @@ def unmasked(text: bytes) -> bytes:
     """A whole text frame as a server sends it, unmasked (RFC 6455, 5.2)."""
     size = len(text)
     if size < 126:
+        # 0x81: a final frame (FIN) of text.
         return bytes((0x81, size)) + text
     if size < 65_536:
         return b"\x81\x7e" + size.to_bytes(2, "big") + text
@@ -48,6 +49,7 @@ def send_now(socket: aiohttp.ClientWebSocketResponse, text: bytes) -> None:
 
 def text_of(received: aiohttp.WSMessage) -> str | bytes | None:
     """The text of what was received; None: the connection is over."""
+    # Close, error and end of connection alike: aiohttp answers pings itself.
     if received.type not in {aiohttp.WSMsgType.TEXT, aiohttp.WSMsgType.BINARY}:
         return None
     return received.data

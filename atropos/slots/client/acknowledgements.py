@@ -42,6 +42,7 @@ class Acknowledgements:
 
     def take(self) -> tuple[str, ...]:
         """The ids to send now."""
+        # `_sent` until a heartbeat covers them: TCP says nothing of what the server has read.
         ids, self._waiting, self.due = self._waiting, [], False
         self._sent += ids
         return tuple(ids)
@@ -58,6 +59,7 @@ class Acknowledgements:
 
     def resend(self) -> None:
         """The connection is new: send again what the server may not have read."""
+        # Acknowledging twice does no harm.
         self._waiting = [*(each for _, acks in self._covered for each in acks), *self._sent, *self._waiting]
         self._covered.clear()
         self._sent = []

@@ -59,6 +59,8 @@ MAX_CANCELS = 4096
 """Cancelled calls remembered until the server answered them."""
 LARGE_FRAME = 65_536
 """A frame of answers beyond this is acknowledged at once."""
+# By it the server tells a newer connection from an older one. From the clock, which no program of this boot repeats: a
+# restarted one may have the same client_id.
 _numbers = itertools.count(time.monotonic_ns())
 
 
@@ -151,6 +153,7 @@ class CallStream:
         waiter: asyncio.Future[OpResult] = asyncio.get_running_loop().create_future()
         pending = self._pending.get(call.call_id)
         try:
+            # The same id again while it runs: both wait for the one answer.
             if pending is not None:
                 pending.waiters.append(waiter)
             elif (refused := self._queue(call, waiter)) is not None:
@@ -166,6 +169,7 @@ class CallStream:
         if len(self._pending) >= MAX_PENDING:
             raise SandboxError(f"{MAX_PENDING} calls wait for their answers; this one was not sent")
         try:
+            # Here, and not when it is sent: a call that can't be encoded is the caller's to hear of.
             encoded = call.__pydantic_serializer__.to_json(call)
         except ValueError as error:  # a lone surrogate in a string: not Unicode, so nothing a program could receive
             return OpError(error="bad_path", message=f"the call holds text that is not valid Unicode: {error}"[:300])
@@ -174,6 +178,7 @@ class CallStream:
         pending = self._pending[call.call_id] = PendingCall(call, encoded)
         pending.waiters.append(waiter)
         self._out.append(pending)
+        # Nothing else is under way: a turn of the loop would only add to its time.
         if len(self._pending) == 1 and self._socket is not None and len(encoded) < LARGE_FRAME:
             self._send_now(self._socket)
         else:
@@ -185,11 +190,13 @@ class CallStream:
         if pending is None or waiter not in pending.waiters:
             return
         pending.waiters.remove(waiter)
+        # Another caller waits for the same call.
         if pending.waiters:
             return
         del self._pending[call_id]
         pending.over = True
         if pending.sent:
+            # Kept until the server has answered: a new connection has to repeat it.
             self._cancels[call_id] = None
             if len(self._cancels) > MAX_CANCELS:
                 del self._cancels[next(iter(self._cancels))]
@@ -244,6 +251,7 @@ class CallStream:
         return socket
 
     async def _greet(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        # `holds` is read at the last moment: the server ends the leases that are missing in it.
         hello = Hello(client_id=self._client_id, connection=next(_numbers), holds=self._events.holds())
         await web_socket.send(socket, web_socket.batch([hello.model_dump_json().encode()]))
         try:
@@ -259,21 +267,25 @@ class CallStream:
         welcome = messages[0]
         if welcome.version != VERSION:
             raise ClientRefused(f"{self._url} speaks version {welcome.version} of the wire, not {VERSION}")
+        # Another process: its journal knows none of the calls, so that none may be sent again.
         if self.boot_id is not None and welcome.boot_id != self.boot_id:
             raise ClientRefused("the sandbox server was restarted, and its slots are gone")
         self.boot_id = welcome.boot_id
         self._heartbeat_s = welcome.heartbeat_s
         self._heard_at = time.monotonic()
         self._resend()
+        # After `_resend`: answers behind the welcome take their calls out of the queue again.
         self._handle(messages[1:])
 
     def _resend(self) -> None:
         """Queue everything that is not answered, in the order in which it was given."""
         self._out.clear()  # what was in it is among the unanswered
         self._acks.resend()
+        # Before the calls: one that was cancelled and is unknown there must not begin.
         self._out.extend(Cancel(call_id=call_id) for call_id in self._cancels)
         for pending in self._pending.values():
             if pending.sent and not pending.call.resent:
+                # Only those that were sent: one that never left may run even where the journal has forgotten old calls.
                 pending.call = pending.call.model_copy(update={"resent": True})
             if pending.encoded is None or pending.sent:
                 pending.encoded = pending.call.__pydantic_serializer__.to_json(pending.call)
@@ -311,6 +323,7 @@ class CallStream:
 
     async def _reconnect(self, reason: str) -> aiohttp.ClientWebSocketResponse | None:
         backoff = Backoff(*PAUSE_S)
+        # From the break on, not from each attempt.
         until = time.monotonic() + self._reconnect_s
         while True:
             try:
@@ -331,11 +344,14 @@ class CallStream:
         if self.gone is not None:
             return
         self.gone = reason
+        # Whoever waits for the connection wakes, and finds `gone`.
+        # Whoever waits for the connection wakes, and finds `gone`.
         self.up.set()
         pending, self._pending = self._pending, {}
         self._cancels.clear()
         self._out.clear()
         for each in pending.values():
+            # What never left did not run: its caller may do it again elsewhere.
             kind = OutcomeUnknown if each.sent else SlotLost
             for waiter in each.waiters:
                 if not waiter.done():
@@ -374,6 +390,7 @@ class CallStream:
                 self.draining = True
 
     def _answer(self, message: Reply | Fault) -> None:
+        # Also where nobody waits any more: the server keeps the answer until it is acknowledged.
         self._acks.add(message.call_id)
         self._cancels.pop(message.call_id, None)
         pending = self._pending.pop(message.call_id, None)
@@ -432,12 +449,16 @@ class CallStream:
                 encoded = item.encoded
             else:
                 encoded = item.__pydantic_serializer__.to_json(item)
+            # Half: acknowledgements still fit in, and a frame is read as a whole at the other end.
             if parts and size + len(encoded) > MAX_FRAME_BYTES // 2:
                 break
             out.popleft()
             if isinstance(item, PendingCall):
+                # Before the write: if that fails, whether it arrived is not known.
                 item.sent, item.encoded = True, None
             elif isinstance(item, Heartbeat):
+                # Its echo will cover what was acknowledged in earlier frames, not in this one, whose Ack comes behind
+                # it.
                 self._acks.beat(item.seq)
             parts.append(encoded)
             size += len(encoded) + 1
@@ -455,6 +476,7 @@ class CallStream:
             self._beat_now.clear()
             await set_within(self._beat_now, pause)
             silent = time.monotonic() - self._heard_at
+            # By the server's own interval: leases may make this client's heartbeats more frequent.
             if silent > SILENT_BEATS * self._heartbeat_s:
                 return f"nothing came for {silent:.1f} s"
             self._out.append(Heartbeat(seq=seq))

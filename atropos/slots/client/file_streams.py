@@ -38,6 +38,7 @@ async def send(client: SandboxClient, lease: Lease, operation: WriteStream, piec
     """
     async with _both(client.call(lease, operation), _send(client, lease, operation.stream, pieces)) as (call, sending):
         await asyncio.wait([call, sending], return_when=asyncio.FIRST_COMPLETED)
+        # A call that has ended says why: the stream's own error would hide that.
         if not call.done():
             await sending
         return await call
@@ -47,8 +48,10 @@ async def _send(client: SandboxClient, lease: Lease, stream: str, pieces: Iterat
     """Send all pieces. The caller cancels this when the call has ended."""
 
     async def following() -> bytes:
+        # In a thread: reading a local file may block, and packing an archive takes CPU.
         return await asyncio.to_thread(next, pieces, b"")
 
+    # One ahead, since the last piece has to be known as such when it is sent.
     offset, piece, after = 0, await following(), await following()
     while after:
         async with Tasks(f"stream {stream}") as tasks:
@@ -111,6 +114,7 @@ async def receive(
             await asyncio.wait([call], timeout=ENDED_S)
             return call.result() if call.done() and call.exception() is None and _held_up(call.result()) else None
         result = await call
+        # The body ended in order but is short: a proxy may end a response that broke off.
         return None if isinstance(result, Done) and result.count != got else result
 
 

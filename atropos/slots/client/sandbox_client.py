@@ -100,6 +100,7 @@ class SandboxClient:
         self._asking: dict[str, SandboxError | None] = {}
         """Ids of leases that are being acquired or released, and why the server has ended one meanwhile."""
         self._tasks = Tasks("sandbox client")
+        # Ids of calls are unique over clients and their restarts: a journal may still know earlier ones.
         self._prefix = uuid.uuid4().hex[:12]
         self._count = itertools.count(1)
         self.boot_id: str | None = None
@@ -121,6 +122,7 @@ class SandboxClient:
         if self._requests.closed:
             raise BackendUnavailable(self._requests.closed)
         session = self._requests.open()
+        # An earlier attempt has come this far.
         if self._stream is not None:
             return
         events = StreamEvents(self._lease_ended, self._capacity, self._lose, self._holds, self._beat_s)
@@ -174,6 +176,7 @@ class SandboxClient:
             SlotLost: the server is gone.
             BackendUnavailable: it could not be asked, or gives no leases.
         """
+        # The lease has to belong to the client whose stream will use it.
         if request.client_id != self._client_id:
             request = request.model_copy(update={"client_id": self._client_id})
         name = request.lease_id
@@ -190,8 +193,10 @@ class SandboxClient:
                     raise
                 await self.images.prepare(request.image)
                 lease = await self._requests.ask("POST", "/v1/leases", Lease, request)
+            # Granted by a server that came after the one that the stream is connected to.
             if self.lost.is_set() or lease.boot_id != self.boot_id:
                 raise SlotLost(self._requests.lost_reason or "the sandbox server was restarted meanwhile")
+            # The stream has reported its end before the HTTP answer came.
             if (over := self._asking.get(name)) is not None:
                 raise over
         except (PoolFull, LeaseExpired):
@@ -203,6 +208,7 @@ class SandboxClient:
             raise
         finally:
             self._asking.pop(name, None)
+        # Together with the end of `_asking`, without an await: a hello in between would not name it.
         self._held[name] = lease
         self._stream.reschedule_heartbeat()
         return lease
@@ -247,7 +253,9 @@ class SandboxClient:
         if call_id is None:
             name = f"{self._prefix}.{next(self._count)}"
         else:
+            # Of this lease: the same id may be used in another one.
             name = f"{lease.lease_id}/{call_id}"
+            # The wire's bound (`Call.call_id`).
             if len(name) > 200:
                 name = f"{lease.lease_id}/{uuid.uuid5(uuid.NAMESPACE_OID, call_id).hex}"
         trace = tracing.traceparent()
@@ -329,6 +337,7 @@ class SandboxClient:
         Raises:
             SandboxError: it is not here, doesn't fit there, or the transfer broke; nothing is left there then.
         """
+        # Compressed only where both ends can: a server without zstd refuses the archive.
         both = [await client.capabilities() for client in (self, to)]
         zstd = all(each.limits.get("zstd") for each in both)
         info = await self._requests.ask("GET", f"/v1/snapshots/{snapshot_id}", SnapshotInfo)
@@ -389,13 +398,16 @@ class SandboxClient:
 
     def _lose(self, reason: str) -> None:
         self._requests.lose(reason)
+        # Taken out first: a callback may ask which leases are held.
         held, self._held = self._held, {}
         for lease in held.values():
             message = LeaseEnded(lease_id=lease.lease_id, epoch=lease.epoch, code=SlotLost.code, message=reason)
             self._report(self._on_lease_ended, message)
 
     def _holds(self) -> tuple[str, ...]:
+        # Those that are being acquired as well: the server may have granted one whose answer is on its way.
         return (*self._held, *self._asking)
 
     def _beat_s(self) -> float:
+        # Two heartbeats may be lost before the shortest lease ends.
         return min((lease.ttl_s for lease in self._held.values()), default=86_400.0) / 3

@@ -95,6 +95,7 @@ class ServerImages:
         try:
             state = await self._requests.ask("POST", "/v1/images", ImageState, ImageRequest(source=source))
         except NotSupported:
+            # The server can't read it, and no file of it is known here: the refusal stands.
             if source not in self._archives:
                 raise
             path = "/v1/images/archive"
@@ -104,6 +105,7 @@ class ServerImages:
         while state.phase not in {"ready", "failed"}:
             if progress is not None:
                 progress(state)
+            # Shorter than a request may take; a second where somebody watches.
             request = ImageRequest(source=source, wait_s=1 if progress else 20)
             state = await self._requests.ask("POST", "/v1/images", ImageState, request, patient=True)
         if progress is not None:

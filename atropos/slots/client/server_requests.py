@@ -88,6 +88,7 @@ class ServerRequests:
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=limit, keepalive_timeout=60, ssl=self._tls),
             headers={"Authorization": f"Bearer {self._token}"},
+            # `total` for all but streams: a server that accepts and never answers must not hold a caller for ever.
             timeout=aiohttp.ClientTimeout(total=REQUEST_S, sock_connect=CONNECT_S),
             auto_decompress=False,
         )
@@ -117,6 +118,7 @@ class ServerRequests:
                 try:
                     await _check(response)
                 except SandboxError as error:
+                    # Whatever was refused, the stream's call says why; here it is only that no bytes moved.
                     raise BackendUnavailable(str(error)) from None
                 yield response
         except (aiohttp.ClientError, OSError) as error:
@@ -135,6 +137,7 @@ class ServerRequests:
                 await _check(response)
                 return await response.read()
         except (aiohttp.ClientError, OSError) as error:
+            # aiohttp wraps what the body's iterator raises.
             if isinstance(error.__cause__, ConfigError):
                 raise error.__cause__ from None
             raise BackendUnavailable(f"{query} could not be sent to {self.url}: {error!r}") from error
@@ -172,9 +175,11 @@ class ServerRequests:
             SandboxError: it was refused, or the server can't be reached or is lost.
         """
         backoff = Backoff(*PAUSE_S)
+        # Who only looks can be told soon that there is nothing to see.
         patience_s = self._patience_s if method != "GET" else 1.0
         until: float | None = None
         while True:
+            # Taken before the attempt, so that it is known whether another one still fits in.
             pause = backoff.failed()
             if self.lost.is_set():
                 raise SlotLost(self.lost_reason)
@@ -191,6 +196,7 @@ class ServerRequests:
                 until = until or time.monotonic() + patience_s
                 if time.monotonic() + pause > until:
                     raise BackendUnavailable(f"{self.url} can't be reached: {error}") from error
+            # Woken by the loss: no request waits for its pause then.
             await set_within(self.lost, pause)
 
     async def _ask_once(self, method: str, path: str, kind: type[T] | None, body: BaseModel | None) -> T:

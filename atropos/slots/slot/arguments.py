@@ -55,6 +55,7 @@ def _wrong_types(method: Callable[..., object], args: tuple[object, ...], kwargs
             if kind is inspect.Parameter.empty or foreign:
                 continue
             try:
+                # strict: "5" is no number for a method, which would not convert it either.
                 parsed = TypeAdapter(kind, config=_ANY_CLASS).validate_python(value, strict=True)
                 if isinstance(parsed, BaseModel) and parsed is not value:  # made of a dict, which the method doesn't do
                     wrong.append(f"{name}: write a {type(parsed).__name__} (got {type(value).__name__})")

@@ -46,6 +46,7 @@ def _with_holes(file: BinaryIO, data: bytes) -> None:
 @contextlib.asynccontextmanager
 async def _whole(target: str | Path) -> AsyncGenerator[BinaryIO]:
     """A local file to write, which replaces the old one at the end of the body; on failure nothing is changed."""
+    # Beside the target: a rename is atomic within one file system alone.
     partial = Path(f"{target}.{secrets.token_hex(4)}.part")
     try:
         with await asyncio.to_thread(open, partial, "wb") as file:
@@ -116,6 +117,7 @@ class SlotFiles(ABC):
             return wire.ReadStream(path=place, stream=file_streams.new_id(), offset=got, max_bytes=remaining)
 
         while True:
+            # At least a byte: the answer also says how long the file is.
             size = min(most, max(1, max_bytes - got))
             result = await self.run(wire.ReadFile(path=path, offset=got, max_bytes=size, user=user))
             file = answered(result, wire.FileResult, path)
@@ -152,6 +154,7 @@ class SlotFiles(ABC):
         if len(data) > IN_CALL_BYTES and not user:
             return await self._write_stream(path, pieces(data), mode=mode)
         parts = pieces(data)
+        # The first piece replaces, the others append: not atomic, which is a user's file anyhow.
         result = await self.run(wire.WriteFile(path=path, data=next(parts), mode=mode, user=user))
         for piece in parts:
             if isinstance(result, wire.OpError):

@@ -36,6 +36,7 @@ MAX_CONNECTIONS = 4096
 FORGED = "a program of the slot has written into the port relay's output, and the forward has ended"
 RESET = struct.pack("ii", 1, 0)
 """SO_LINGER of no seconds: to close is to reset."""
+# Travels as an argument of the command: its comments are part of what is sent.
 PROGRAM = Path(__file__).with_name("port_relay.py").read_text()
 
 
@@ -81,6 +82,7 @@ class _Connection:
         if kind == b"D":
             self.incoming += data
             self.held += len(data)
+            # The relay keeps the window; only a forged frame exceeds it.
             if self.held > WINDOW_BYTES:
                 raise SandboxError(FORGED)
         elif not self.over:
@@ -95,6 +97,7 @@ class _Connection:
         self.sent = 0
         self.room.set()
         if self.writer is not None and not self.writer.is_closing():
+            # A plain close would look like the end of the data.
             self.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
             self.writer.transport.abort()
 
@@ -167,6 +170,7 @@ class PortForward:
     @classmethod
     async def _start(cls, slot: Slot, mode: Literal["listen", "connect"], port: int, target: int | None) -> Self:
         command = (*SLOT_PYTHON, "-c", PROGRAM, mode, str(port))
+        # `hold`: a frame that falls out of the buffer would be missing in a connection.
         process = await slot.start(command, user="0:0", split=True, hold=True, buffer_bytes=BUFFER_BYTES)
         self = cls(process, target)
         try:
@@ -213,10 +217,12 @@ class PortForward:
         if self._hearing.done():  # while it waited to be accepted
             self._reset(number)
         await self._emit(b"O", number)
+        # After the `O`: the relay drops data of a connection that it doesn't know.
         self._carry(number, connection, reader, writer)
 
     def _opened(self, number: int) -> None:
         """A program of the slot has connected to the port."""
+        # The relay would not send it; programs of the slot can write to its output, as they are root there.
         if self._target is None or number in self._connections or len(self._connections) >= MAX_CONNECTIONS:
             raise SandboxError(FORGED)
         connection = self._connections[number] = _Connection()
@@ -278,6 +284,7 @@ class PortForward:
         """One direction has; after the second there is no connection."""
         if connection.ended and self._connections.pop(number, None) is not None and connection.writer is not None:
             connection.writer.close()
+        # Both directions have to end: half-closed connections are usual (HTTP/1.0, `nc`).
         connection.ended = True
 
     async def _give_up(self, number: int) -> None:
@@ -292,6 +299,7 @@ class PortForward:
 
     async def _emit(self, kind: bytes, number: int, data: bytes = b"") -> None:
         try:
+            # Frames are operations of the lease: without a bound one connection would fill its lane.
             async with self._writes:
                 await self._process.write(kind + number.to_bytes(4) + len(data).to_bytes(4) + data)
         except (SandboxError, OSError):
@@ -327,6 +335,7 @@ async def _frames(pieces: AsyncIterator[bytes]) -> AsyncIterator[tuple[bytes, in
         waiting += piece
         while len(waiting) >= HEAD_BYTES:
             end = HEAD_BYTES + int.from_bytes(waiting[5:9])
+            # Before it is waited for: a forged length must not gather a gigabyte.
             if end > HEAD_BYTES + READ_BYTES:
                 raise SandboxError(FORGED)
             if len(waiting) < end:

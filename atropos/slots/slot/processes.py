@@ -65,6 +65,7 @@ class Process:
 
     async def poll(self) -> int | None:
         """Its exit code; None while it runs."""
+        # A byte and not 0: the wire asks for at least one. `offset` frees nothing that was not read.
         await self._ask(wire.ProcRead(id=self.id, offset=self._read, max_bytes=1))
         return self.exit_code
 
@@ -78,6 +79,7 @@ class Process:
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while self.exit_code is None:
             remaining_s = deadline - time.monotonic()
+            # In slices: a call that waits for hours would outlive any connection's patience.
             wait_s = min(READ_WAIT_S, max(0.0, remaining_s))
             await self._ask(wire.ProcRead(id=self.id, offset=self._read, max_bytes=1, wait_s=wait_s))
             if remaining_s <= READ_WAIT_S:
@@ -194,6 +196,7 @@ class SlotProcesses(SlotFiles):
 
     async def _run_on_file(self, operation: wire.Exec) -> wire.OpResult:
         """Run a command whose stdin is too large for a call: it reads a file, which is removed when it has ended."""
+        # A name that no program of the slot can have made ahead.
         path = f"/tmp/.stdin-{secrets.token_hex(8)}"
         assert operation.stdin is not None
         changes = {"command": reading(path, operation.command), "stdin": None}
@@ -281,5 +284,6 @@ def one_command(command: str | Sequence[str]) -> wire.CommandOrArgv:
 def reading(path: str, command: str | Sequence[str]) -> wire.CommandOrArgv:
     """The command that runs another one with a file as its stdin."""
     if isinstance(command, str):
+        # `exec` changes the shell's own input; a pipe would run the command in a subshell.
         return f"exec <{path}; {command}"
     return ("/bin/sh", "-c", f'exec <{path} "$@"', "sh", *command)

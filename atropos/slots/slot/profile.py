@@ -57,6 +57,7 @@ class Profile:
         if isinstance(operation, wire.StartOperation):
             clean = isinstance(operation, wire.Exec) and operation.clean_env
             own = operation.user is not None  # a command's own user: the slot's runner sets its variables
+            # From the weakest to the strongest: the user's login, the image's, the call's own.
             env = operation.env if clean else {**({} if own else self.identity), **self.env, **operation.env}
             changes = {"workdir": self.path(operation.workdir), "env": env, "user": operation.user or self.account}
             return operation.model_copy(update=changes)

@@ -56,6 +56,7 @@ class ExecResult:
         if not isinstance(result, wire.CommandResult):
             raise TypeError(f"the answer to an exec is a {result.kind}")
         output = result.output.decode(errors="replace")
+        # A program that was killed has no exit code of its own, but did start.
         started = result.exit_code is not None or result.timed_out or result.cancelled
         return cls(
             exit_code=result.exit_code,

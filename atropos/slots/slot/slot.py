@@ -123,9 +123,11 @@ class Slot(SlotSnapshots):
     def start_release(self) -> asyncio.Task[None] | None:
         """Give the slot back in the background; for the pool alone. None: there is nothing to give back."""
         if self._releasing is None and self._over is None:
+            # At once: calls that come while it is given back must not reach the server.
             self.end(LeaseExpired(f"slot {self.name} was released"))
             self._releasing = self.link.state.give_back(self.link.release(self.lease), f"release {self.name}")
             for other in self.group:
+                # The server ends the whole group in any case; so their holders hear it in the same way.
                 other.start_release()
         return self._releasing
 
@@ -167,6 +169,7 @@ class Slot(SlotSnapshots):
         """Raise why the lease is over, if it is."""
         if self._over is not None:
             self._due += 1
+            # A new exception each time: one that is raised twice gathers tracebacks of both.
             raise type(self._over)(*self._over.args)
 
     @contextlib.contextmanager
@@ -175,6 +178,7 @@ class Slot(SlotSnapshots):
         self._due += 1
         with self.link.state.counters.measure_operation(op) as outcome:
             yield outcome
+        # Not in a `finally`: an operation that was cancelled or failed has no answer, which `check_alive` goes by.
         self._due -= 1
 
     async def check_alive(self) -> None:
@@ -278,5 +282,6 @@ class Slot(SlotSnapshots):
 
     def end(self, reason: SandboxError) -> None:
         """The lease is over, and why; for the pool alone."""
+        # A loss explains more than a release that was under way; the first loss stays.
         if self._over is None or isinstance(self._over, LeaseExpired):
             self._over = reason

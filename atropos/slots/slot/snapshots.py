@@ -67,6 +67,7 @@ class Snapshot:
     async def drop(self) -> None:
         """Delete it; slots that started from it keep what they need. Idempotent."""
         self.start_drop()
+        # One turn, so that the task has begun; its end is not waited for.
         await asyncio.sleep(0)
 
     def start_drop(self) -> None:
@@ -78,6 +79,7 @@ class Snapshot:
 
     async def _drop(self) -> None:
         if self._bringing:
+            # A copy that arrives later would be nobody's.
             await asyncio.wait(list(self._bringing.values()))
         for link in self.places:
             if self in link.snapshots:
@@ -91,6 +93,7 @@ class Snapshot:
         if link.gone is None:
             self._places.append(link)
             link.snapshots.add(self)
+            # A container with snapshots is in use: shrinking would lose them.
             link.seat.pin()
 
     def pin(self, room: Resources) -> Seat | None:
@@ -106,11 +109,13 @@ class Snapshot:
         here = [link.seat for link in places if link.seat.open]
         if ready := next((seat for seat in here if seat.has_room(room)), None):
             return ready
+        # Not between architectures: its files may be programs.
         config, travels = self.state.config, not self.stays_because and not self.state.fleet.mixed
         if travels and self.info.bytes <= config.travel_mib * 1024 * 1024 and config.max_containers > 1:
             return None
         if not here:
             raise SlotLost(f"the container that holds snapshot {self.id} is ending")
+        # It waits there: nowhere else can it be had.
         return here[0]
 
     async def bring(self, link: ContainerLink) -> None:
@@ -124,6 +129,7 @@ class Snapshot:
         task = self._bringing.get(link)
         if task is None:
             task = self._bringing[link] = self.state.tasks.spawn(self._copy(link), f"copy {self.id}", awaited=True)
+            # A failed copy may be tried again.
             task.add_done_callback(lambda _: self._bringing.pop(link, None))
         await asyncio.shield(task)
 
@@ -177,6 +183,7 @@ class SlotSnapshots(SlotProcesses):
         try:
             snapshots.append(await self._snapshot(beside=True))
         finally:
+            # A task, shielded: stopped programs must go on even where the caller is cancelled.
             going_on = self.link.state.tasks.spawn(
                 self._signal_all("CONT"), f"going on in {self.lease.slot}", awaited=True
             )
@@ -196,6 +203,7 @@ class SlotSnapshots(SlotProcesses):
         task = self.link.state.tasks.spawn(self._freeze(beside=beside), f"snapshot {self.lease.slot}", awaited=True)
         self._due += 1
         try:
+            # The server freezes in any case: whoever is cancelled must not leave a snapshot that nobody drops.
             snapshot = await asyncio.shield(task)
         except asyncio.CancelledError:
             task.add_done_callback(_drop_unwanted)

@@ -44,9 +44,12 @@ def archive_of(folder: Path) -> Iterator[bytes]:
         buffer += member.tobuf(tarfile.PAX_FORMAT)
         if member.size:
             yield from _content(path, member.size, buffer)
+        # Many small members make one piece: each piece is a request.
+        # Many small members make one piece, since each piece is a request.
         if len(buffer) >= PIECE_BYTES:
             yield bytes(buffer)
             buffer.clear()
+    # Two blocks of zeros end an archive (POSIX).
     buffer += bytes(2 * tarfile.BLOCKSIZE)
     yield bytes(buffer)
 
@@ -89,6 +92,7 @@ def _content(path: str, size: int, buffer: bytearray) -> Iterator[bytes]:
         while remaining:
             data = source.read(min(remaining, PIECE_BYTES))
             if not data:
+                # The header with its size has been sent already.
                 raise OSError(errno.EIO, "became shorter while it was read", path)
             remaining -= len(data)
             buffer += data

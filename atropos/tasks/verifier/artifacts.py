@@ -23,6 +23,7 @@ TURN_S = 60.0
 """Longest wait for those."""
 Carried: TypeAlias = list[tuple[str, CarriedArtifact | None]]
 
+# A semaphore belongs to one event loop; tests and notebooks have several, one after the other.
 _turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 
@@ -42,9 +43,11 @@ async def taken_along(wanted: Sequence[tuple[Slot, str, Sequence[str]]]) -> Asyn
     """
     async with contextlib.AsyncExitStack() as stack:
         try:
+            # Tried small first: how large they are is known once they are here.
             carried = await _carry(stack, wanted, SMALL_BYTES)
         except TooLarge:
             loop = asyncio.get_running_loop()
+            # Without a turn it goes on: a disk that fills up fails one trajectory, a deadlock would stop all.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(TURN_S):
                     await stack.enter_async_context(_turns.setdefault(loop, asyncio.Semaphore(AT_ONCE)))
@@ -62,6 +65,7 @@ async def _carry(
             artifact = await carry_out(slot, path, folder / str(number), exclude, max_bytes=max(1, budget))
             budget -= 0 if artifact is None else artifact.content.stat().st_size
             carried.append((path, artifact))
+        # Only once all are here: a failed attempt removes its copies before the next one begins.
         stack.push(opened.pop_all())
     return carried
 

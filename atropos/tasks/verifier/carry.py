@@ -71,6 +71,7 @@ async def carry_out(
         VerifierFailed: it can't be read; `TooLarge`: the file, or the folder's archive, has more bytes.
         OSError: this machine's disk is full or broken.
     """
+    # One byte: it tells a file from a folder, and the file's mode.
     seen = await slot.run(wire.ReadFile(path=path, max_bytes=1))
     if isinstance(seen, wire.FileResult):
         await _read(slot, path, partial(slot.read_file_to, path, to, max_bytes=max_bytes))
@@ -98,6 +99,7 @@ async def _read(slot: Slot, path: str, read: Callable[[], Awaitable[None]]) -> N
         except SlotFileError as error:
             if error.errno == errno.EFBIG:
                 raise
+            # The work itself is done: a program that fights its reading must not make it unreadable.
             await slot.quiesce()
             await read()
     except SlotFileError as error:
@@ -132,6 +134,7 @@ def copy_safely(archive: IO[bytes], out: IO[bytes], path: str, exclude: Sequence
             tarfile.open(fileobj=archive, mode="r:", tarinfo=WholeTar) as source,
             tarfile.open(fileobj=out, mode="w") as target,
         ):
+            # All links first: one may come after the members that lie behind it.
             every = {"/".join(_parts(member.name)) for member in source if member.issym()}
             for member, content in kept_members(source, _excluded(exclude)):
                 name = _inside(member.name, links)
@@ -149,6 +152,7 @@ def copy_safely(archive: IO[bytes], out: IO[bytes], path: str, exclude: Sequence
                         continue
                     _note(links, name)
                 member.name, member.pax_headers = name, {}  # which would be written in place of what was checked here
+                # Numbers of the agent's slot mean other users in the verifier's.
                 member.uid = member.gid = 0
                 member.uname = member.gname = ""
                 target.addfile(member, source.extractfile(content) if plain else None)
@@ -179,6 +183,7 @@ def _stays(name: str, target: str, folder: str, links: set[str]) -> bool:
     at = posixpath.dirname(name)
     if target.startswith("/"):
         below = posixpath.normpath(target)
+        # As a venv's `python`: it leads to the verifier's own programs, which the agent never wrote.
         if below.startswith(_PROGRAMS) and ".." not in target.split("/"):
             return True
         if not target.startswith(f"{folder.rstrip('/')}/"):
@@ -187,6 +192,7 @@ def _stays(name: str, target: str, folder: str, links: set[str]) -> bool:
     passed = False
     for part in _parts(target):
         if part == "..":
+            # After a link, `..` is the parent of where that leads (path_resolution(7)), not of its name.
             if not at or passed:
                 return False
             at = posixpath.dirname(at)
@@ -247,10 +253,12 @@ async def carry_in(slot: Slot, path: str, carried: CarriedArtifact | None) -> No
     try:
         if carried.mode is not None:
             await slot.upload(carried.content, path, mode=carried.mode)
+        # An empty folder has been made already.
         elif carried.kinds:
             with carried.content.open("rb") as archive:
                 await unpack_archive(slot, path, archive)
             if tarfile.SYMTYPE in carried.kinds:
+                # Dangling links in an agent's folder would be written through by whoever creates that name.
                 await _remove_dead_links(slot, path)
     except SlotFileError as error:
         raise VerifierFailed(f"the artifact {path} can't be put into the verifier's slot: {error}") from None

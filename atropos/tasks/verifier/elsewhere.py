@@ -75,8 +75,8 @@ for link, end in ends.items():
             replace(link, end, by_name, put)
 if not others:
     sys.exit()
-into, left, most_chars, *tops = others
-left, most_chars = int(left), int(most_chars)
+into, remaining, most_chars, *tops = others
+remaining, most_chars = int(remaining), int(most_chars)
 def listed(*path):
     try:
         return os.listdir(os.path.join(*path))
@@ -94,14 +94,14 @@ def modules(info):  # the top-level names of a package that was installed since 
     except OSError:
         return set()
 def link(source, target):
-    global left
+    global remaining
     os.makedirs(os.path.dirname(target), exist_ok=True)
     if os.path.isdir(source) and not os.path.islink(source):
         os.makedirs(target, exist_ok=True)
         for name in listed(source):
             link(os.path.join(source, name), os.path.join(target, name))
-    elif left > 0 and not os.path.lexists(target):
-        left -= 1
+    elif remaining > 0 and not os.path.lexists(target):
+        remaining -= 1
         os.link(source, target, follow_symlinks=False)
 tops += [os.path.join(home, ".local") for home in ["/root", *(os.path.join("/home", name) for name in listed("/home"))]]
 for top in tops:
@@ -111,7 +111,7 @@ for top in tops:
                 for name in modules(os.path.join(site, info)):
                     if os.path.lexists(os.path.join(site, name)):
                         link(os.path.join(site, name), os.path.join(into, version, name))
-if left <= 0:
+if remaining <= 0:
     sys.exit("too many files of packages")
 """
 
@@ -151,6 +151,7 @@ async def bring(slot: Slot, folders: Sequence[str], programs: Sequence[str] | No
     Returns:
         Whether programs of the agent's run there.
     """
+    # Where Debian's Python and pip put packages, and the image's environments.
     tops = () if programs is None else ("/usr/local", "/usr", *programs)
     look = ("sh", "-c", _LOOK, "sh", str(len(folders)), *folders, *tops)
     looked = await exec_plain(slot, look)

@@ -50,6 +50,7 @@ def exposure(task: Task) -> Exposure | None:
 
     Read from their text, so a program that puts its commands together is not found.
     """
+    # Each step has its own tests, and its own user for them.
     for one in task.steps or (task,):
         runs = _pattern(one.recipe.workdir.rstrip("/"))
         for name, text in test_texts(one):

@@ -43,6 +43,7 @@ async def move_in(slot: Slot, profile: Profile) -> Profile:
         VerifierFailed: the agent left the old one in such a state that this can't be done.
     """
     uid = 0 if profile.user is None else profile.user.uid
+    # The sixth field of passwd(5): `~` and programs that ask for the home by the user, not by HOME, find the new one.
     account = rf"s#^\([^:]*:[^:]*:{uid}:[^:]*:[^:]*:\)[^:]*:#\1{VIEW_HOME}:#"
     await _done(
         slot,
@@ -71,6 +72,7 @@ async def put_aside(slot: Slot, home: str | None, programs: Sequence[str]) -> tu
         if posixpath.basename(path) == "node_modules":
             marks = f"[ -d {quoted} ]"
         aside = f"{_ASIDE}/{number}"
+        # -a keeps links and owners: a venv's programs are links to its Python.
         move.append(f"if {marks}; then rm -rf {aside} && cp -a -- {quoted} {aside} && echo {number}; fi")
     result = await _done(slot, " && ".join(move))
     return tuple(programs[int(number)] for number in result.split())
@@ -84,6 +86,7 @@ async def put_back(slot: Slot, wanted: Sequence[str], programs: Sequence[str]) -
     """
     for path in programs:
         quoted, above = shlex.quote(path), shlex.quote(posixpath.dirname(path))
+        # Numbered by all that were wanted, as `put_aside` named them.
         number = wanted.index(path)
         aside = f"{_ASIDE}/{number}"
         back = f"rm -rf -- {quoted} && mkdir -p -- {above} && mv -- {aside} {quoted}"

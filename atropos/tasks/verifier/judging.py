@@ -34,6 +34,7 @@ async def judge(slot: Slot, task: Task, surroundings: Surroundings) -> Verdict:
     if surroundings.company and task.scoring != "pytest":
         await _watch_company(slot, task)
     result, used_s = await _run_tests(slot, task, surroundings)
+    # Once more, and no third time: tests that wait for something in vain are the task's own.
     if result.timed_out and used_s < USED * limit_s:
         _log.warning("%s: its tests took %g s and computed for %.1f: they run again", task.name, limit_s, used_s)
         result, used_s = await _run_tests(slot, task, surroundings)
@@ -47,24 +48,30 @@ async def judge(slot: Slot, task: Task, surroundings: Surroundings) -> Verdict:
 async def _run_tests(slot: Slot, task: Task, surroundings: Surroundings) -> tuple[ExecResult, float]:
     """How the tests ended, and where they took too long for how many seconds they computed."""
     profile = await profile_of(slot, task, task.verifier_settings)
+    # Each run: the tests themselves may have changed where links lead.
     surroundings = await with_links(slot, image_variables(task), surroundings)
     if surroundings.holds(home_of(profile)) and "HOME" not in task.config.verifier.env:
         if surroundings.home is None:
             raise VerifierFailed(f"{task.name}: the agent's slot names another home than its image")
         profile = await move_in(slot, profile)
+    # The tests' own hosts: those that the agent had end with its work.
     if slot.network:
         await slot.set_network(task.verifier_hosts)
+    # After the network and before anything of the tests' is there: the machine's time then tells theirs from the
+    # agent's.
     began, used, held = await _make_room(slot, task)
     for source in () if held else task.tests:
         await upload(slot, source, "/tests", program=task.test_script)
     user, script = profile.user, f"/tests/{task.test_script}"
     chown = "" if user is None else f"chown -R {user.uid}:{user.gid} /tests /logs/verifier && "
     if held or user is not None:
+        # An upload has made it executable where root runs it; an image's own tests, or another user's, need it said.
         await exec_plain(slot, f"{chown}chmod +x {script}")
     env = environment(task, profile, surroundings)
     operation = profile.applied(
         wire.Exec(command=script, env=env, clean_env=True, timeout_s=task.config.verifier.timeout_sec)
     )
+    # `clean_env`: none of the slot's variables that the agent could have had a part in.
     result = ExecResult.of(await slot.run(operation))
     # With a step's processes the agent goes on, and tests that run again talk to them.
     await end_tests(slot, task, began if task.step is not None or result.timed_out else None)

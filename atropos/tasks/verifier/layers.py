@@ -39,6 +39,7 @@ class VerifierLayers:
             ImageUnavailable, ConfigError: an image is unavailable.
             AcquireTimeout: no container came up.
         """
+        # Once for all tasks of an env; what was made is kept until `close`.
         if self._sources and not self._archives:
             folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="atropos-layers-")))
             taking = [self._taken(images, source, folder / str(number)) for number, source in enumerate(self._sources)]
@@ -85,6 +86,7 @@ class VerifierLayers:
 def _write_layer(archive: IO[bytes], to: Path) -> None:
     """Write the files and links of an archive, and no empty folders, which would change existing ones."""
     with tarfile.open(fileobj=archive, mode="r:", tarinfo=WholeTar) as source:
+        # Folders that hold something: an empty one would give its mode and owner to the machine's own.
         full = {parent for member in source if not member.isdir() for parent in _parents(member.name)}
         with tarfile.open(to, "w", format=tarfile.PAX_FORMAT) as target:
             for member in source.getmembers():

@@ -28,9 +28,9 @@ for link, end in every.items() if own else ():
         continue
     loop, holds = below(link, [end]), any(below(path, [end]) for path in written)
     if any(below(path, [link]) for path in own) or holds and not loop:
-        found = {} if loop else files(end)
-        if found is not None:
-            replace(link, end, found, copy)
+        by_name = {} if loop else files(end)
+        if by_name is not None:
+            replace(link, end, by_name, copy)
 """
 
 
@@ -47,6 +47,7 @@ async def cut_links(slot: Slot, folders: Sequence[str], places: Sequence[str], o
         VerifierFailed: there is no room.
     """
     tops = tuple(f"{top}/" for top in (*_ELSEWHERE, *folders))
+    # Sorted, so that the bound leaves out the same ones each time.
     outside = sorted(path for path in places if not f"{path}/".startswith(tops))[:MAX_PLACES]
     if not folders or not (outside or own):
         return

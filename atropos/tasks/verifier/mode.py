@@ -69,7 +69,9 @@ def choose(task: Task, wanted: Literal["task"] | Mode = "task") -> Choice:
     verifier = task.config.verifier
     in_steps = bool(task.steps) or task.step is not None
     mode = verifier.environment_mode if wanted == "task" else wanted
+    # A group's members share networks and folders, which a view's sandbox is no part of (decision 29).
     composed = bool(task.beside) or (task.service is not None and bool(task.service.volumes or task.service.tmpfs))
+    # A view that is asked for and impossible is no error: the rules below find the next best.
     if mode is not None and not (mode == "view" and (in_steps or composed)):
         return Choice(mode, "environment_mode says so" if wanted == "task" else "the operator says so")
     if mode is None and verifier.environment is not None:
@@ -78,6 +80,7 @@ def choose(task: Task, wanted: Literal["task"] | Mode = "task") -> Choice:
         return Choice("shared", "its compose file has services or volumes, which a view doesn't show")
     if in_steps:
         return Choice("shared", "the task has several steps")
+    # A view would show the agent's whole system, its programs among it.
     if task.recipe.workdir in _SYSTEM:
         return Choice("shared", f"its working folder is {task.recipe.workdir}")
     shown = (task.recipe.workdir, *(artifact.source for artifact in task.artifacts))
@@ -87,6 +90,7 @@ def choose(task: Task, wanted: Literal["task"] | Mode = "task") -> Choice:
         for match in _MACHINE.finditer(text):
             word = match[0]
             inside = any(word == folder or word.startswith(f"{folder.rstrip('/')}/") for folder in shown)
+            # A path in the folders shown is the task's own work, and running a program changes nothing.
             if not inside and not _PROGRAM.match(word):
                 return Choice("shared", f"{name} has `{word[:60]}`, which a view may not show")
     for name, text in test_texts(task):

@@ -60,7 +60,9 @@ async def place(
         fresh: gives the slot of a separate verifier.
         keep: which of the agent's processes are left.
     """
+    # First, as the agent's own programs may be what the hooks ask.
     await _collect(slot, task)
+    # The agent's variables and user end here; the tests get their own.
     slot.profile = PLAIN
     if chosen == "view":
         return slot, await _open_view(slot, task, keep)
@@ -69,11 +71,13 @@ async def place(
         return slot, Surroundings(company=await end_processes(slot, task, keep))
     if fresh is None:
         raise ValueError("a separate verifier needs `fresh`")
+    # Before anything is carried: what is copied while it changes belongs to no moment.
     await slot.quiesce()
     await _collect_beside(slot, task)
     await bring(slot, [one.source for one in task.artifacts if one.service == MAIN])
     slots = _slots(slot, task)
     async with taken_along([(slots[one.service], one.source, one.exclude) for one in task.artifacts]) as carried:
+        # Only now: the agent's slot, and its room, may have to be given back first.
         slot = await fresh()
         slot.profile = PLAIN
         return slot, await _carry_all(slot, judged, carried)
@@ -102,6 +106,7 @@ async def _open_view(slot: Slot, task: Task, keep: Keep) -> Surroundings:
     workdir = task.recipe.workdir
     others = [one.source for one in task.artifacts if not f"{one.source}/".startswith(f"{workdir.rstrip('/')}/")]
     read = await asyncio.to_thread(_read, task, (workdir, *others))
+    # A server that the agent has just started may not listen yet.
     if await bring(slot, (workdir, *others), read.programs) and keep != "none":
         await wait_for_young(slot, task)
     home = await _home(slot, task)
@@ -115,6 +120,7 @@ async def _open_view(slot: Slot, task: Task, keep: Keep) -> Surroundings:
                 as_layer=read.as_layer,
             )
         except NotSupported as error:
+            # A weaker place, but a verdict: the folder can't be shown whoever judges.
             _log.warning("%s: verified in the agent's slot: %s", task.name, error)
             return Surroundings(company=await end_processes(slot, task, keep))
         await put_down(slot, [(path, artifact) for path, artifact in carried if artifact is not None])
@@ -124,17 +130,21 @@ async def _open_view(slot: Slot, task: Task, keep: Keep) -> Surroundings:
     return await _disarm(slot, surroundings, read)
 
 
-async def _disarm(slot: Slot, found: Surroundings, read: _Reading) -> Surroundings:
+async def _disarm(slot: Slot, surroundings: Surroundings, read: _Reading) -> Surroundings:
     """Take away what tests would run, read or write of the agent's in the place of their own."""
-    wishes = found.wishes
-    await remove_venvs(slot, [path for path in read.venvs if found.holds(path)])
-    take = partial(take_out, slot, found.folders, wishes.repositories, links=not wishes.links, clones=wishes.clones)
-    if wishes.repositories and found.folders and await take():
+    wishes = surroundings.wishes
+    # In this order: what is removed need not be looked through, and git is asked before links are replaced.
+    await remove_venvs(slot, [path for path in read.venvs if surroundings.holds(path)])
+    take = partial(
+        take_out, slot, surroundings.folders, wishes.repositories, links=not wishes.links, clones=wishes.clones
+    )
+    if wishes.repositories and surroundings.folders and await take():
         wishes = wishes.where_links_lead_out()
-    own = [path for path in read.written if found.holds(path) and path not in found.folders]
-    await cut_links(slot, found.folders, wishes.places, () if wishes.links else own)
-    await make_way(slot, [path for path in read.rules if found.holds(path)])
-    return replace(found, wishes=wishes)
+    # Not the folders themselves: they are mounts, or where the tests start.
+    own = [path for path in read.written if surroundings.holds(path) and path not in surroundings.folders]
+    await cut_links(slot, surroundings.folders, wishes.places, () if wishes.links else own)
+    await make_way(slot, [path for path in read.rules if surroundings.holds(path)])
+    return replace(surroundings, wishes=wishes)
 
 
 @dataclass(frozen=True)

@@ -41,10 +41,12 @@ def preceded(paths: Iterable[str], own: Collection[str]) -> list[str]:
         paths: absolute ones.
         own: all that one brought.
     """
+    # A package that was brought itself beside the module is meant to be taken.
     covered = {f"{match[1]}.py" for path in own if (match := _LOADED_FIRST.fullmatch(path))}
     for folder in {posixpath.dirname(path) for path in own if posixpath.basename(path) in RULES}:
         rules = [posixpath.join(folder, name) for name in RULES]
         first = next(number for number, path in enumerate(rules) if path in own)
+        # Of the file that make takes, what comes after it is never read; GNUmakefile has nothing before it.
         covered |= {rules[0], *rules[first + 1 :]}
     return [
         path for path in paths if path not in covered and (path.endswith(".py") or posixpath.basename(path) in RULES)

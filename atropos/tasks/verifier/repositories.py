@@ -113,8 +113,9 @@ async def take_out(slot: Slot, folders: Sequence[str], pattern: str, *, links: b
     """
     names = " ".join(map(shlex.quote, folders))
     hooks = "" if _HOOKS in pattern else "wanted"
-    given = f"HOOKS={hooks} LINKS={links or ''} CLONES={clones or ''} PATTERN={shlex.quote(pattern)}"
-    done = await exec_plain(slot, f"set -- {names}; {given}; {_TAKE_OUT}")
+    variables = f"HOOKS={hooks} LINKS={links or ''} CLONES={clones or ''} PATTERN={shlex.quote(pattern)}"
+    done = await exec_plain(slot, f"set -- {names}; {variables}; {_TAKE_OUT}")
+    # Everything else that it prints is a setting or hook that stays.
     failed = [line for line in done.output.splitlines() if line != "LEADS"]
     if done.timed_out or failed:
         raise VerifierFailed(f"settings of a repository can't be taken out: {done.output[-300:].strip()}")

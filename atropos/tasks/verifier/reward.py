@@ -57,6 +57,7 @@ def combined(task: Task, verdicts: Sequence[Verdict]) -> float:
 
     A mean is of each number by its name, where a step without it counts as 0.
     """
+    # The last one that was reached: a step whose bound failed is the end.
     if not task.steps or task.config.multi_step_reward_strategy == "final":
         return verdicts[-1].reward
     names = dict.fromkeys(name for verdict in verdicts for name in verdict.metrics)
@@ -73,6 +74,7 @@ def passed(step: StepSection, verdict: Verdict) -> bool:
     """Whether the next step may follow; a reward that the verifier didn't write reaches no bound."""
     least = step.min_reward
     bounds = {} if least is None else least if isinstance(least, dict) else {"reward": least}
+    # -inf: a bound on a number that is missing is never reached, not even one of 0.
     return all(verdict.metrics.get(name, -math.inf) >= bound for name, bound in bounds.items())
 
 
@@ -82,6 +84,7 @@ async def read_verdict(slot: Slot, task: Task, result: ExecResult) -> Verdict:
     Raises:
         VerifierFailed: no reward could be read.
     """
+    # Never both: tests that were to write a reward and only printed have failed as such.
     reward, metrics = _summary(task, result) if task.scoring == "pytest" else await _written(slot, task, result)
     return Verdict(reward, result.exit_code, result.output[-LOG_CHARS:], result.duration_s, metrics)
 
@@ -123,6 +126,7 @@ async def _read(slot: Slot, task: Task, path: str, parse: Callable[[str], _Read]
     try:
         if answer.size > MAX_REWARD_BYTES:
             raise ValueError(f"{answer.size} bytes, more than {MAX_REWARD_BYTES}")
+        # utf-8-sig: PowerShell and some editors begin a file with a byte-order mark.
         return parse(answer.data.decode("utf-8-sig", errors="replace").strip())
     except (ValueError, OverflowError, RecursionError) as error:  # 10**400, or brackets ten thousand deep
         raise VerifierFailed(f"{task.name}: {path} holds no reward: {error}") from None
@@ -132,6 +136,7 @@ def _summary(task: Task, result: ExecResult) -> tuple[float, dict[str, float]]:
     """terminal-bench 1: every test in pytest's short summary passed, was skipped or failed as expected."""
     output = _COLOUR.sub("", result.output)
     if result.truncated:
+        # Only what came after the gap: before it, a program could have printed a summary of its own.
         output = output.rpartition(f"\n[... {result.dropped_bytes} bytes dropped ...]\n")[2]
     summary = _SUMMARY.search(output)
     outcomes = _OUTCOME.findall(summary[1]) if summary else []

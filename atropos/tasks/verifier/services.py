@@ -115,6 +115,7 @@ async def end_processes(slot: Slot, task: Task, keep: Keep) -> bool:
         return True
     if keep == "services":
         counts = await _counted(slot, task)
+        # None: the script failed, perhaps by the agent's doing; then nothing of the agent's stays.
         if counts is not None:
             _report(task, counts[0], f"{counts[1]} that listen stay")
             return counts[1] > 0

@@ -150,11 +150,13 @@ class Surroundings:
     def holds(self, path: str) -> bool:
         """Whether what is at a path may be the agent's; a relative one is."""
         path = posixpath.normpath(path)
+        # A relative path is looked for in the working folder, which is the agent's.
         return not path.startswith("/") or (_below(path, self.folders) and not _below(path, self.programs))
 
     def leads(self, name: str, value: str) -> bool:
         """Whether a variable has programs load what is the agent's."""
         if name in _SEARCHED:
+            # An empty entry of such a list means the working folder (as in PATH, environ(7)).
             return any(self.holds(entry or ".") for entry in value.split(":"))
         if _LOADS.fullmatch(name) is None:
             return False
@@ -168,6 +170,7 @@ class Surroundings:
         for name, before in _SEARCHED.items():
             if name not in env or name in result:
                 continue
+            # Empty ones go: they would search the agent's folder in their place in the list.
             entries = [entry for entry in env[name].split(":") if entry]
             first = [place for entry in entries if (place := self._of_image(entry)) is not None]
             last = [entry for entry in entries if self.holds(entry)]
@@ -203,7 +206,7 @@ def program_folders(env: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(sorted(folders))[:MAX_PROGRAM_FOLDERS]
 
 
-def environment(task: Task, profile: Profile, found: Surroundings) -> dict[str, str]:
+def environment(task: Task, profile: Profile, surroundings: Surroundings) -> dict[str, str]:
     """The variables that a task's tests start with."""
     image, declared = image_variables(task), {name: profile.env[name] for name in task.config.verifier.env}
     env = {
@@ -212,15 +215,17 @@ def environment(task: Task, profile: Profile, found: Surroundings) -> dict[str, 
         "GIT_CONFIG_NOSYSTEM": "1",
         **profile.identity,
     }
-    if not found.folders:
+    if not surroundings.folders:
         return {**env, **image, **declared}
     if profile.user is None:  # settings that the agent left in a home must not run here
         env["PYTHONNOUSERSITE"] = "1"
-    if found.wishes.installs:
+    if surroundings.wishes.installs:
         env["npm_config_ignore_scripts"] = "true"
-    env |= {**_defaults(found), **found.variables(image)}
-    if found.home is not None:
+    # The image's own settings win over ours where they don't lead to the agent.
+    env |= {**_defaults(surroundings), **surroundings.variables(image)}
+    if surroundings.home is not None:
         env["HOME"] = VIEW_HOME
+    # The author's variables last: they are meant, whatever they lead to.
     return _with_modules({**env, **declared})
 
 
@@ -234,10 +239,12 @@ async def hook_profile(slot: Slot, shown: ViewInfo, prompt: str) -> Profile:
     wishes = Wishes.of(TaskTexts(prompt, []))
     if await take_out(slot, shown.folders, named_programs(prompt), links=not wishes.links, clones=True):
         wishes = wishes.where_links_lead_out()
+    # Its time is the moment from which files beside the agent's are the tests' (`verifier_site`).
     await exec_plain(slot, f"mkdir -p {BEGAN} && touch {BEGAN}")
     surroundings = Surroundings(shown.folders, shown.programs, wishes=wishes)
     home = home_of(profile)
     if surroundings.holds(home):
+        # Settings in a home (.bashrc, .gitconfig …) run with every program that reads them.
         surroundings, profile = replace(surroundings, home=home), await move_in(slot, profile)
     surroundings = await with_links(slot, profile.env, surroundings)
     env = {"PYTHONDONTWRITEBYTECODE": "1", **_defaults(surroundings), **surroundings.variables(profile.env)}
@@ -255,22 +262,25 @@ def image_variables(task: Task) -> dict[str, str]:
     return {name: value for name, value in task.verifier_settings.env.items() if name not in declared}
 
 
-async def with_links(slot: Slot, env: Mapping[str, str], found: Surroundings) -> Surroundings:
+async def with_links(slot: Slot, env: Mapping[str, str], surroundings: Surroundings) -> Surroundings:
     """The same with those paths of an image's variables that lead into the agent's folders by links.
 
     Raises:
         VerifierFailed: where they lead can't be found out.
     """
     named = {path for name, value in env.items() for path in _named(name, value)}
+    # Programs of the system are the image's, links and all: no question is needed for them.
     asked = [path for path in sorted(named) if path.startswith("/") and not path.startswith(_SYSTEM)]
-    if not found.folders or not asked:
-        return found
+    if not surroundings.folders or not asked:
+        return surroundings
     script = "import os, sys; print(*map(os.path.realpath, sys.argv[1:]), sep='\\0', end='')"
     done = await exec_plain(slot, (*SLOT_PYTHON, "-c", script, *asked))
     if done.exit_code != 0:
         raise VerifierFailed(f"the image's variables can't be looked at: {done.output[-300:].strip()}")
     pairs = zip(asked, done.output.split("\0"), strict=False)
-    return replace(found, folders=(*found.folders, *(path for path, end in pairs if found.holds(end))))
+    return replace(
+        surroundings, folders=(*surroundings.folders, *(path for path, end in pairs if surroundings.holds(end)))
+    )
 
 
 def notes(task: Task) -> list[str]:
@@ -288,19 +298,19 @@ def notes(task: Task) -> list[str]:
     ]
 
 
-def _defaults(found: Surroundings) -> dict[str, str]:
+def _defaults(surroundings: Surroundings) -> dict[str, str]:
     """Variables that keep usual programs from running what lies in the agent's folders."""
-    settings = [key for key in _GIT if key not in found.wishes.git]
+    settings = [key for key in _GIT if key not in surroundings.wishes.git]
     env = {f"GIT_CONFIG_KEY_{number}": key for number, key in enumerate(settings)}
     env |= {f"GIT_CONFIG_VALUE_{number}": _GIT[key][0] for number, key in enumerate(settings)}
     return {
         **env,
         "GIT_CONFIG_COUNT": str(len(settings)),
-        FOLDERS: ":".join(found.folders),
+        FOLDERS: ":".join(surroundings.folders),
         "ATROPOS_BEGAN": BEGAN,
-        "ATROPOS_PROGRAMS": ":".join(found.programs),
-        "ATROPOS_MODULES": ":".join(found.wishes.modules),
-        "ATROPOS_PACKAGES": PACKAGES if PACKAGES in found.folders else "",
+        "ATROPOS_PROGRAMS": ":".join(surroundings.programs),
+        "ATROPOS_MODULES": ":".join(surroundings.wishes.modules),
+        "ATROPOS_PACKAGES": PACKAGES if PACKAGES in surroundings.folders else "",
     }
 
 

@@ -89,21 +89,23 @@ def venvs_of_tests(texts: TaskTexts, workdir: str) -> list[str]:
     """Virtual environments that tests run programs of, and that nobody speaks of to the agent."""
     named = {match for text in texts.tests for match in _VENV.findall(text)}
     paths = {posixpath.normpath(posixpath.join(workdir, name)) for name in named}
+    # One that the agent was told of may be its own work.
     own = (path for path in paths if posixpath.basename(path) not in texts.asked)
     return sorted(path for path in own if not f"{path}/".startswith("/usr/"))
 
 
 def written(tests: Iterable[str], workdir: str) -> list[str]:
     """Files that tests write, as far as their texts say so; a relative name is looked at in each folder they enter."""
-    found: set[str] = set()
+    paths: set[str] = set()
     for text in tests:
         names = {name for match in _WRITES.findall(text) for name in match if name}
         for match in _COPIES.findall(text):
             *sources, target = [word.strip("\"'") for word in match.split() if not word.startswith("-")] or [""]
             names |= {target, *(posixpath.join(target, posixpath.basename(source)) for source in sources)}
+        # Where a script is at each line is not followed: each folder that it enters anywhere counts.
         folders = [posixpath.join(workdir, name) for name in ("", *_MOVES.findall(text))]
-        found |= {posixpath.normpath(posixpath.join(folder, name)) for folder in folders for name in names}
-    return sorted(found)[:MAX_WRITTEN]
+        paths |= {posixpath.normpath(posixpath.join(folder, name)) for folder in folders for name in names}
+    return sorted(paths)[:MAX_WRITTEN]
 
 
 def is_spoken_of(path: str, folder: str, asked: str) -> bool:

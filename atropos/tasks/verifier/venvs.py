@@ -38,6 +38,7 @@ done
 
 def venvs_made(texts: TaskTexts, workdir: str) -> tuple[str, ...]:
     """Where tests surely make virtual environments, by names that nobody speaks of to the agent, and few would use."""
+    # Up to the first here-document: what follows may be a text and no commands.
     scripts = [test.partition("<<")[0] for test in texts.tests if _SHELL.match(test)]
     paths = {path for script in scripts for path in _made(script, workdir)}
     return tuple(sorted(path for path in paths if _is_theirs(path, texts, workdir)))
@@ -53,6 +54,7 @@ def _made(script: str, workdir: str) -> Iterator[str]:
 
 def _is_theirs(path: str, texts: TaskTexts, workdir: str) -> bool:
     name = posixpath.basename(path)
+    # Never one that the working folder lies in: that is where the work is.
     return name not in _USUAL and name not in texts.asked and not f"{workdir}/".startswith(f"{path.rstrip('/')}/")
 
 
