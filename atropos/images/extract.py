@@ -51,10 +51,12 @@ class Archive:
 
     def __init__(self, file: IO[bytes]) -> None:
         self._tar = tarfile.open(fileobj=file, mode="r:", tarinfo=WholeTar)  # noqa: SIM115 (as long as this program)
+        # All headers first: `index.json` and `manifest.json` may stand behind what they name.
         self._members = {_plain(member.name): member for member in self._tar}
 
     def open(self, name: str) -> IO[bytes]:
         """A file of it; `docker save` makes a layer that it has already a link."""
+        # Bounded, as links may lead in a circle; `_plain` keeps each of them within the archive.
         path = _plain(name)
         for _ in range(MAX_DEPTH):
             member = self._members.get(path)
@@ -68,6 +70,7 @@ class Archive:
 
     def read(self, name: str) -> bytes:
         """A small file."""
+        # One byte more, by which `parse` sees that it is too large.
         return self.open(name).read(MAX_JSON_BYTES + 1)
 
 
@@ -81,6 +84,7 @@ class Target:
 
     def copy(self, source: IO[bytes]) -> str:
         """Copy a part; its SHA-256, which is its name."""
+        # Its name is known only at the end; nothing takes a part that is not whole by its digest.
         part, digest = os.path.join(self._folder, "part"), hashlib.sha256()
         with open(part, "wb") as file:
             while chunk := source.read(CHUNK):
@@ -94,6 +98,8 @@ class Target:
 
     def spool(self, source: Iterator[bytes]) -> IO[bytes]:
         """A file without a name that holds a stream."""
+        # tarfile needs to seek, as members are read by name. Without a name (open(2), O_TMPFILE), it is gone when this
+        # program is, however that ends.
         file = open(os.open(self._folder, os.O_RDWR | os.O_TMPFILE, 0o600), "w+b")  # noqa: SIM115 (its user closes it)
         for chunk in source:
             self._left -= len(chunk)
@@ -118,11 +124,14 @@ def from_layout(archive: Archive, name: str, target: Target) -> None:
 
     def take(expected: str) -> str:
         actual = target.copy(archive.open(f"blobs/sha256/{expected}"))
+        # A registry is checked by the layers' diff ids alone (decision 27). Here the configuration is taken by this
+        # digest.
         if actual != expected:
             raise ImageRefused(f"the blob {expected[:12]} is not the one that its name says ({actual[:12]})")
         return actual
 
     manifest: dict[str, Any] = {"manifests": named(parse(archive.read("index.json"), "index.json"), name)}
+    # An index may name an index, and a hostile one itself.
     for _ in range(MAX_DEPTH):
         if not is_index(manifest):
             break
@@ -136,6 +145,7 @@ def from_save(archive: Archive, name: str, target: Target) -> None:
     """Take an image out of what `docker save` writes: the one with that tag."""
     images = objects({"all": json.loads(archive.read("manifest.json"))}, "all")
     matching = [each for each in images if not name or _full(name) in map(_full, _texts(each, "RepoTags"))]
+    # `docker save` of an image for several machines lists each of them under the same tag.
     if len(matching) > 1:  # one for each machine
         matching = [each for each in matching if _machine(archive, each) == MACHINE]
     if len(matching) != 1:
@@ -172,8 +182,10 @@ def extract(transport: str, path: str, name: str, target: Target) -> None:
     take = {"oci-archive": from_layout, "docker-archive": from_save}[transport]
     try:
         with open(path, "rb") as file:
+            # tarfile's own decompression knows no zstd, and has no bound.
             packed = is_compressed(file.fileno())
             take(Archive(target.spool(decompressed(pieces(file.fileno()))) if packed else file), name, target)
+    # TypeError and AttributeError: JSON of another form than the specification's.
     except (tarfile.TarError, *BROKEN, ValueError, TypeError, AttributeError) as error:
         raise ImageRefused(f"not an image: {error}") from None
 

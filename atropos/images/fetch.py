@@ -30,6 +30,7 @@ from atropos.images.untrusted import ImageRefused, program
 if TYPE_CHECKING:
     from atropos.images.registry import Registry
 
+# Often enough for a progress bar; a line for each piece would wake the server thousands of times a second.
 REPORT_S = 0.2
 
 
@@ -65,6 +66,7 @@ class Fetch:
             digest = config_digest(manifest)
         except ValueError as error:
             raise ImageRefused(f"not an image: {error}") from None
+        # The bytes as they came, not JSON written anew: a digest may be computed of them.
         self._folder.joinpath("manifest.json").write_bytes(data)
         self._folder.joinpath(digest).write_bytes(self._registry.small(digest))
 
@@ -75,6 +77,7 @@ class Fetch:
             manifest = parse(data, "its manifest")
             if not is_index(manifest):
                 return data, manifest
+            # By digest from here on, so that a tag that moves meanwhile changes nothing.
             reference = f"sha256:{chosen(objects(manifest, 'manifests'))}"
         raise ValueError(f"more than {MAX_DEPTH} indices, each in another")
 
@@ -82,11 +85,13 @@ class Fetch:
         """Get a layer; what goes wrong ends the program."""
 
         def take(piece: bytes) -> bool:
+            # A view: a write to a pipe may take a part of it (pipe(7)), and slices of bytes would be copies.
             rest = memoryview(piece)
             with contextlib.suppress(BrokenPipeError):  # who unpacks it has refused it, and says why
                 while rest:
                     rest = rest[os.write(to, rest) :]
             self._report(len(piece))
+            # Something is left only where the reader has closed the pipe: no more is asked of the registry.
             return not rest
 
         try:
@@ -98,6 +103,8 @@ class Fetch:
         else:
             self._report(0, at_once=True)
             return
+        # `sys.exit` ends a thread alone. The server reads the reason from stderr, and replaces all programs of the
+        # image.
         if not self._ended:
             os._exit(1)
 
@@ -105,6 +112,7 @@ class Fetch:
         with self._lock:
             self._came += count
             now = time.monotonic()
+            # After `end`, a line would be taken for one of the next image.
             if self._ended or self._came == self._reported:
                 return
             if at_once or now - self._reported_at > REPORT_S:
@@ -122,6 +130,8 @@ def main() -> int:
             order = json.loads(line)
             if "folder" not in order:
                 assert fetching is not None
+                # Layers come at once, each over a connection of its own; at most as many as there are programs that
+                # unpack. Daemons, so that the end of stdin ends all of them.
                 threading.Thread(target=fetching.layer, kwargs=order, daemon=True).start()
                 continue
             if fetching is not None:

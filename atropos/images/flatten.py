@@ -24,15 +24,19 @@ from atropos.trees import remove_tree
 def flatten(target: str, layers: Sequence[str]) -> int:
     """Lay layers into a new folder; bytes of its folders. No folder in it is ever a link."""
     size = 0
+    # From the lowest up, so that what is above replaces what is there.
     for layer in reversed(layers):
         for where, folders, files, fd in os.fwalk(layer):
             at = f"{target}{where.removeprefix(layer)}"
+            # What lower layers put there is hidden by an opaque folder, and by a folder in place of a file.
             if is_opaque(f"/proc/self/fd/{fd}") or not _is_folder(at):
                 _remove(at)
                 os.mkdir(at, 0o700)
                 size += BLOCK
+            # os.fwalk lists links to folders among the folders.
             for name in (*files, *(each for each in folders if _is_link(fd, each))):
                 _remove(f"{at}/{name}")
+                # Nothing lies below the result, so a whiteout has nothing to hide in it.
                 if not is_whiteout(os.lstat(name, dir_fd=fd)):
                     os.link(name, f"{at}/{name}", src_dir_fd=fd, follow_symlinks=False)
         for where, _, _, fd in os.fwalk(layer):  # once nothing changes their times any more

@@ -27,6 +27,7 @@ class Folders:
         make: called with parent, name and path to make a missing folder.
     """
 
+    # Members of a tar come folder by folder, so that a few are enough; each costs a descriptor.
     KEPT = 64
 
     def __init__(self, top: int, make: Callable[[int, str, str], None]) -> None:
@@ -42,6 +43,7 @@ class Folders:
         """
         if not path:
             return self._top
+        # Popped and put back at the end: a dict keeps the order in which keys were added, which makes this an LRU.
         fd = self._kept.pop(path, None)
         if fd is None:
             fd = self._opened(path, make=make)
@@ -52,6 +54,7 @@ class Folders:
 
     def _opened(self, path: str, *, make: bool) -> int:
         above, parts = path, list[str]()
+        # From the nearest folder that is open, not from the top: paths of `node_modules` are ten folders deep.
         while above and above not in self._kept:
             above, _, part = above.rpartition("/")
             parts.append(part)
@@ -61,6 +64,7 @@ class Folders:
             at = f"{at}/{part}" if at else part
             try:
                 below = self._step(fd, part, at, make=make)
+            # Those between are closed at once; only the one that was asked for is kept.
             finally:
                 if fd != start:
                     os.close(fd)
@@ -71,6 +75,7 @@ class Folders:
         try:
             return os.open(name, _FOLDER, dir_fd=fd)
         except OSError as error:
+            # With O_NOFOLLOW and O_DIRECTORY a link fails with ELOOP or ENOTDIR, by the kernel's version (open(2)).
             if error.errno in {errno.ELOOP, errno.ENOTDIR}:
                 raise WrongFolder(path, is_missing=False) from None
             if error.errno != errno.ENOENT:
@@ -87,5 +92,6 @@ class Folders:
 
     def forget(self, path: str) -> None:
         """A folder is about to be removed."""
+        # Those below it, too. A descriptor of a removed folder would still work, and what is made there be lost.
         for each in [each for each in self._kept if f"{each}/".startswith(f"{path}/")]:
             os.close(self._kept.pop(each))

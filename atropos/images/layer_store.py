@@ -56,6 +56,8 @@ class LayerStore:
         self.root = root
         self.quota = settings.quota_mib << 20
         self.dropped = 0
+        # One lock for all uses: flock belongs to the open file (flock(2)), so each further open would need one of its
+        # own.
         self._held: dict[str, tuple[int, int]] = {}
         """Of layers in use: the descriptor that locks it, and how many use it."""
         self._boot = BOOT_ID.read_text(encoding="ascii").strip()
@@ -88,6 +90,8 @@ class LayerStore:
                 fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             except OSError:
                 return False
+            # Between open and lock another server may have renamed it away to remove it: then the lock is on what has
+            # no name.
             if not (try_lock(fd, shared=True) and is_still(path, fd) and self.size(layer) is not None):
                 os.close(fd)
                 return False
@@ -100,6 +104,8 @@ class LayerStore:
         if uses > 1:
             self._held[layer] = fd, uses - 1
         elif uses:
+            # It was in use until now. The mark comes before the lock ends, as after it another server may remove it at
+            # once.
             self.touch([layer])
             os.close(fd)
 
@@ -111,6 +117,7 @@ class LayerStore:
         for layer in layers:
             if layer not in self._held:
                 now = time.time_ns()  # the kernel's own clock for this stands still for milliseconds
+                # It may just have been removed, or belong to another user's server.
                 with contextlib.suppress(OSError):
                     os.utime(self._path(layer), ns=(now, now))
 
@@ -118,6 +125,8 @@ class LayerStore:
         """Bytes of a layer; None: it is not here, or damaged."""
         try:
             size, _, boot = (self._path(layer) / BYTES).read_text(encoding="ascii").partition(" ")
+            # A layer that names an earlier boot was not synced before that ended: the name may be on the disk, and its
+            # files empty.
             return int(size) if boot in {"", self._boot} else None
         except (OSError, ValueError):
             return None
@@ -137,12 +146,16 @@ class LayerStore:
             what: what it is for, in errors.
             lasting: whether it survives a power cut from now on; else once the disk has it, for which nobody waits.
         """
+        # Two images with the same layer may unpack it at once, as each waits for its own chain's lock alone.
         if self.hold(layer):
             return
         if lasting:
+            # A file system may write a rename before the data of what is renamed.
             await self._sync(what)  # before its name leads there, whenever the power fails
         (place / BYTES).write_text(str(size) if lasting else f"{size} {self._boot}", encoding="ascii")
+        # By which `_confirm` knows the layer again: meanwhile it may have made room, and been unpacked anew.
         inode = place.stat().st_ino
+        # A loop, as another server may be first with the rename, and its layer may be damaged, or be removed again.
         while not self.hold(layer):
             await asyncio.to_thread(self._drop, layer)  # it is damaged
             try:
@@ -173,8 +186,10 @@ class LayerStore:
         """Have the disk hold what was written until now; those who ask while it writes share the next time."""
         self._written += 1
         asked = self._written
+        # syncfs(2) writes the whole file system, so that one call does for all who asked before it began.
         async with self._syncing:
             if self._on_disk < asked:
+                # Read before the call: what is written while it runs may not be part of it.
                 written = self._written
                 command, deadline_s = ["sync", "-f", str(self.root)], self._settings.unpack_timeout_s
                 await run(command, what, folder=self.root, deadline_s=deadline_s)
@@ -194,11 +209,13 @@ class LayerStore:
         lock, work = self.root / "locks" / name, self.root / "work" / name
         lock.mkdir()
         fd = os.open(lock, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        # Made and locked under locks/, where no sweep looks; made in work/, it would stand there unlocked for a moment.
         fcntl.flock(fd, fcntl.LOCK_EX)
         try:
             os.rename(lock, work)  # locked by now: what stands there unlocked is removed
             yield work
         finally:
+            # A cancelled pull must not leave gigabytes behind, nor the lock open.
             await asyncio.shield(asyncio.to_thread(_remove_locked, work, fd))
 
     def _sweep(self) -> None:
@@ -226,15 +243,19 @@ class LayerStore:
         """
         end = time.monotonic() + 2 * LET_GO_S  # one is let go, and then stays for a while
         while True:
+            # Two servers that measured at once would both give away the same room.
             async with self.locked("room"):
                 await asyncio.to_thread(self._sweep)  # what killed servers claimed
                 room = await asyncio.to_thread(self.make_room, wanted)
+                # Less than wanted is given only when nothing is about to come free: `wanted` is an estimate
+                # (UNPACKED_RATIO), and may do.
                 if room >= wanted or (time.monotonic() >= end and not self._claimed()):
                     if room <= 0:
                         quota_mib = self._settings.quota_mib
                         raise ImageUnavailable(
                             f"the image store is full: {quota_mib - (room >> 20)} of {quota_mib} MiB are in use"
                         )
+                    # Within the work folder, so that a killed server's claim goes with its folder.
                     (work / CLAIM).write_text(str(min(wanted, room)), encoding="utf-8")
                     return room
             await asyncio.sleep(ROOM_POLL_S)
@@ -263,11 +284,14 @@ class LayerStore:
                 sizes[layer] = size
             else:  # nobody could use, count or replace it
                 self._drop(layer)
+        # Claims in full, although a part of them may be on the disk already: the error is on the safe side, and short.
         claimed = self._claimed()
         used = sum(sizes.values()) + claimed
+        # The quota is not all: others write to the same disk.
         free = shutil.disk_usage(self.root).free - claimed
         for layer, size in sizes.items():
             fits = used + wanted <= self.quota and wanted <= free
+            # Sorted by time: whatever follows was used later still.
             if fits or used_at[layer] > time.time_ns() - LET_GO_S * 1e9:
                 break
             if self._drop(layer):
@@ -282,9 +306,11 @@ class LayerStore:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError):
             return True
+        # Every use holds a shared lock, so the exclusive one says that nobody uses it.
         if not (try_lock(fd) and is_still(path, fd)):
             os.close(fd)
             return False
+        # A rename first: a layer that is removed file by file would be there in part, and could be held.
         removed = self.root / "work" / f"removed-{layer[:12]}-{os.urandom(4).hex()}"
         os.rename(path, removed)
         self.dropped += 1

@@ -72,6 +72,7 @@ class Settle:
         """Settle it."""
         with open(f"{self.place}/{LOWER}", encoding="utf-8", errors="surrogateescape") as file:
             lower = json.load(file)
+        # The place becomes the layer: what it holds stays in the store.
         os.unlink(file.name)
         return settle(self.place, self.max_bytes, lower)
 
@@ -86,6 +87,7 @@ def main() -> int:
     max_members, ids = map(int, sys.argv[1:])
 
     def carry_out_all() -> None:
+        # A read of one byte at a time, which orders of some hundred bytes can bear.
         with open(0, "rb", buffering=0) as orders:  # a buffer would hold what follows a line
             while text := orders.readline():
                 order = json.loads(text)

@@ -84,6 +84,7 @@ def _read(folder: Path) -> PulledImage:
         raise ValueError("its configuration has no rootfs, which says what its layers are")  # noqa: TRY004
     diffs = [check_digest(each) for each in cast("dict[str, Any]", rootfs).get("diff_ids") or ()]
     packed = objects(manifest, "layers")
+    # They belong together by position alone; unequal, each layer would be checked by another one's digest.
     if len(packed) != len(diffs):
         raise ValueError(
             f"its manifest has {len(packed)} layers, and its configuration the digests (diff_ids) of {len(diffs)}"
@@ -96,6 +97,7 @@ def _layer(folder: Path, part: dict[str, Any], diff_id: str) -> PackedLayer:
     if not isinstance(size, int) or size < 0:
         raise ValueError(f"a layer of {size!r:.100} bytes")
     file = folder / digest
+    # A path below `folder`, as check_digest lets nothing but hexadecimal digits through.
     return PackedLayer(digest, size, diff_id, str(file) if file.exists() else None)
 
 
@@ -118,9 +120,11 @@ def _check_settings(settings: object) -> None:
 def _healthcheck(settings: dict[str, Any]) -> HealthConfig | None:
     health: dict[str, Any] = settings.get("Healthcheck") or {}
     test: object = health.get("Test") or []
+    # 0 stands for Docker's default, as does a missing one.
     numbers: dict[str, Any] = {name: health.get(name) or 0 for name in (*_TIMES.values(), "Retries")}
     if not isinstance(test, list) or not all(map(_is_text, cast("list[object]", test))):
         raise TypeError("test")
+    # Go's time.Duration: signed, 64 bits.
     if not all(isinstance(each, int) and 0 <= each < 1 << 63 for each in numbers.values()):
         raise TypeError("numbers")
     times = {ours: numbers[theirs] / 1e9 for ours, theirs in _TIMES.items()}
@@ -135,6 +139,7 @@ def _volumes(settings: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _is_text(value: object) -> bool:
+    # A NUL ends an argument in execve(2); half of a surrogate pair, which JSON may escape, has no UTF-8.
     return isinstance(value, str) and not re.search("[\0\ud800-\udfff]", value)
 
 
@@ -153,6 +158,7 @@ def image_info(pulled: PulledImage, source: str) -> ImageInfo:
         source=source,
         bytes=0,
         layers=tuple(layer.diff_id for layer in pulled.layers),
+        # One without `=` is Docker's form for a variable that is to be removed.
         env={name: value for name, equals, value in pairs if equals and name},
         workdir=posixpath.normpath(posixpath.join("/", workdir)) if workdir else None,
         user=settings.get("User") or None,

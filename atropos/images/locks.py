@@ -9,6 +9,7 @@ import os
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
+# A blocking flock would take a thread for each that waits, and could not be cancelled.
 POLL_S = 0.1
 
 
@@ -21,6 +22,8 @@ async def locked(path: Path, waiting: Callable[[], None]) -> AsyncGenerator[None
         waiting: called again and again while another one holds it; what it raises ends the wait.
     """
     while True:
+        # Opened anew in each round: O_CLOEXEC, as a child that inherits the open file would hold the lock on
+        # (flock(2)).
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             while not try_lock(fd):
@@ -31,6 +34,8 @@ async def locked(path: Path, waiting: Callable[[], None]) -> AsyncGenerator[None
             try:
                 yield
             finally:
+                # Before the lock ends, so that it can only be this holder's; those that wait find it gone by
+                # `is_still`.
                 path.unlink(missing_ok=True)
             return
         finally:

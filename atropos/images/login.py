@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 
 from atropos.images.manifests import parse
 
+# A helper may ask a keyring or a cloud's token service.
 HELPER_S = 30.0
 _NAMES = {"docker.io": ("docker.io", "https://index.docker.io/v1/", "index.docker.io")}
 """Names of registries in these files, where they are others than their hosts'."""
@@ -66,6 +67,7 @@ def _names(host: str, path: str) -> Iterator[str]:
 
 
 def _of(data: dict[str, Any], name: str) -> Login | None:
+    # A helper before `auths`: `docker login` leaves an empty entry there for each registry that a helper has.
     helper = _table(data, "credHelpers").get(name) or data.get("credsStore")
     stored = _table(data, "auths").get(name)
     if isinstance(helper, str) and (login := _helped(helper, name)) is not None:
@@ -73,6 +75,7 @@ def _of(data: dict[str, Any], name: str) -> Login | None:
     if not isinstance(stored, dict):
         return None
     entry = cast("dict[str, object]", stored)
+    # Before user and password: it is what the registry gave in exchange for them.
     if token := entry.get("identitytoken"):
         return Login("", str(token))
     with contextlib.suppress(ValueError):
@@ -89,11 +92,13 @@ def _table(data: dict[str, Any], key: str) -> dict[str, Any]:
 def _helped(helper: str, name: str) -> Login | None:
     """What a credential helper has."""
     command = [f"docker-credential-{helper}", "get"]
+    # A helper exits with 1 where it has nothing, and may not be installed: then without credentials, as Docker does.
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, subprocess.SubprocessError):
         output = subprocess.run(
             command, input=name, capture_output=True, text=True, timeout=HELPER_S, check=True
         ).stdout
         answer = json.loads(output)
         user, secret = str(answer["Username"]), str(answer["Secret"])
+        # The protocol's way to say that the secret is an identity token.
         return Login("" if user == "<token>" else user, secret)
     return None

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from atropos.images.reference import check_digest
 
+# Docker's registry takes manifests of up to 4 MiB; configurations with long histories are larger.
 MAX_JSON_BYTES = 8 << 20
 """Largest manifest or configuration that is read."""
 MAX_DEPTH = 8
@@ -103,9 +104,11 @@ def chosen(manifests: list[dict[str, Any]]) -> str:
     Raises:
         ValueError: there is none.
     """
+    # Attestations of BuildKit are in the index, too, for `unknown/unknown`, which ranks as None.
     ranked = [(rank, each) for each in manifests if (rank := _rank(each.get("platform"))) is not None]
     if not ranked:
         raise ValueError(f"it has no image for linux/{MACHINE}")
+    # min keeps the first of equals, as containerd and Docker do.
     return check_digest(min(ranked, key=lambda each: each[0])[1].get("digest"))
 
 
@@ -131,6 +134,7 @@ def named(index: dict[str, Any], name: str) -> list[dict[str, Any]]:
     """
     manifests = objects(index, "manifests")
     matching = [each for each in manifests if not name or name in _names(each)]
+    # `docker buildx` writes an entry for each machine under one name.
     one = len(matching) == 1 or (
         len({tuple(_names(each)) for each in matching}) == 1 and all("platform" in each for each in matching)
     )

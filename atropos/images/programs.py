@@ -33,6 +33,8 @@ async def run_module(module: ModuleType, what: str, *arguments: object, folder: 
 
 def module_command(module: ModuleType, *arguments: object) -> list[str]:
     """How one of these programs is started: it sees this package and isal's, and no other site-packages."""
+    # -S leaves out site-packages, where whatever is installed could be imported (and `.pth` files would run); -I the
+    # environment's PYTHON* and the current folder.
     paths = dict.fromkeys(
         os.path.dirname(os.path.dirname(os.path.abspath(str(each.__file__)))) for each in (atropos, isal)
     )
@@ -55,10 +57,12 @@ async def run(program: list[str], what: str, *, folder: Path, deadline_s: float)
     process = await _start(program, asyncio.subprocess.DEVNULL)
     assert process.stdout is not None
     assert process.stderr is not None
+    # Both at once: a program that fills the one pipe while the other is read would wait forever.
     outputs = asyncio.gather(_head(process.stdout), _tail(process.stderr))
     try:
         async with within(deadline_s, what):
             output, errors = await outputs
+            # After the outputs: they end with the last descriptor, be it a child's of the program.
             code = await process.wait()
     finally:
         await _end(process)
@@ -80,6 +84,7 @@ async def streamed(program: list[str], what: str, *, folder: Path) -> AsyncGener
     async def chunks() -> AsyncIterator[bytes]:
         assert process.stdout is not None
         assert process.stderr is not None
+        # stderr is read only afterwards: these programs write a line or a traceback there, which fits into a pipe.
         while chunk := await process.stdout.read(CHUNK_BYTES):
             yield chunk
         errors = await _tail(process.stderr)
@@ -148,6 +153,7 @@ class Worker:
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         line = await self._process.stdout.readline()
+        # The end of its output, perhaps within a line: it was killed, or said why on stderr.
         if not line.endswith(b"\n"):
             errors = await _tail(self._process.stderr)
             raise _failure(what, self._folder, await self._process.wait(), errors)
@@ -170,12 +176,15 @@ async def within(seconds: float, what: str) -> AsyncGenerator[None]:
 
 async def _start(program: list[str], stdin: int, passed: tuple[int, ...] = ()) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
+        # PR_SET_PDEATHSIG (prctl(2)) by a program, as `preexec_fn` would keep Python from using vfork.
         *("setpriv", "--pdeathsig", "KILL"),  # nothing writes on after a server that was killed
         *program,
         stdin=stdin,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
+        # A group of its own, for killpg: zstd is a child of these programs.
         start_new_session=True,
+        # The longest line, too, which `readline` refuses beyond it.
         limit=CHUNK_BYTES,
         pass_fds=passed,
     )
@@ -185,10 +194,12 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+        # Not left as a zombie by a cancellation; it has been killed, so this takes a moment.
         await asyncio.shield(process.wait())
 
 
 def _failure(what: str, folder: Path, code: int, errors: str) -> ImageUnavailable:
+    # `cp` and `sync` have no such exit code.
     if code == errno.ENOSPC or os.strerror(errno.ENOSPC) in errors:
         return ImageUnavailable(f"{what}: the disk of {folder} is full")
     lines = [line for line in errors.strip().splitlines() if line.strip()]
@@ -197,6 +208,8 @@ def _failure(what: str, folder: Path, code: int, errors: str) -> ImageUnavailabl
 
 def write_whole(path: Path, data: bytes) -> None:
     """Write a file that others see whole or not at all."""
+    # In the same folder, as a rename is atomic within one file system alone (rename(2)); other servers write there,
+    # too.
     part = path.with_name(f"{path.name}.{os.getpid()}-{time.monotonic_ns()}")
     part.write_bytes(data)
     part.replace(path)

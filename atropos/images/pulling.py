@@ -21,8 +21,11 @@ from atropos.images.programs import Worker
 
 PARALLEL = 3
 """Layers of one image that are made at once."""
+# Each takes an inode, of which a file system may have a fixed number.
 MAX_MEMBERS = 2_000_000
 """Files and folders of one layer."""
+# The default of fs.pipe-max-size, up to which nobody needs a capability (pipe(7)); with 64 KiB both ends switch sixteen
+# times as often.
 PIPE_BYTES = 1 << 20
 PAUSES_S = (1.0, 3.0, 9.0)
 """Pauses before a registry that answered with 5xx, or broke off, is asked again."""
@@ -43,6 +46,7 @@ class _LayerMaker:
     """
 
     def __init__(self, opened: contextlib.AsyncExitStack) -> None:
+        # Made before both programs, since the one that asks registries must inherit all write ends when it starts.
         self.stdin, self.orders = os.pipe()
         self.worker: Worker | None = None
         for end in (self.stdin, self.orders):
@@ -75,6 +79,7 @@ class Puller:
         self._fetcher: Worker | None = None
         makers = [_LayerMaker(self._running) for _ in range(PARALLEL)]
         self._orders = tuple(maker.orders for maker in makers)
+        # Last in, first out: a maker whose program runs comes before one that would have to start it.
         self._free: asyncio.LifoQueue[_LayerMaker] = asyncio.LifoQueue()
         for maker in makers:
             self._free.put_nowait(maker)
@@ -105,10 +110,12 @@ class Puller:
             "auth_file": self._settings.auth_file and os.path.abspath(self._settings.auth_file),
             "pauses_s": PAUSES_S,
         }
+        # The image before may have come from another host.
         self.bring = self._from_registry
         if self._fetcher is None:
             self._fetcher = await self._start(Worker.started(fetch, folder=self._folder, passed=self._orders))
         self._fetcher.order({"registry": registry, "folder": str(parts)})
+        # Its reports may still be in the pipe; what follows them is the answer to this order.
         while "bytes" in await self._fetcher.answer(f"{self.image}: pulling"):  # of the image before
             pass
 
@@ -144,7 +151,11 @@ class Puller:
         if maker.worker is None:
             started = Worker.started(layers, MAX_MEMBERS, self._ids, folder=self._folder, stdin=maker.stdin)
             maker.worker = await self._start(started)
+        # Blocking, and whole: the pipe is empty, as the maker answered its last order, and an order is shorter than
+        # PIPE_BUF.
         os.write(maker.orders, layers.line(order))
+        # Bytes are brought while the answer is awaited: the program reads them before it answers, and its failure ends
+        # both.
         async with task_group() as tasks:
             if layer is not None and layer.file is None:
                 tasks.create_task(self.bring(layer, maker.orders))
@@ -180,6 +191,7 @@ class Pullers:
         puller.image = image
         try:
             yield puller
+        # Within a failed one a layer may be half read; its programs would take the rest for orders.
         except BaseException:
             await puller.aclose()
             raise
@@ -187,6 +199,7 @@ class Pullers:
         await asyncio.sleep(0)  # one that has not begun would end nothing when it is cancelled
 
     def _idle_one(self) -> Puller | None:
+        # The one used last: the others reach the end of IDLE_S sooner.
         for puller in reversed(self._idle):
             if puller.is_whole:
                 self._idle.pop(puller).cancel()

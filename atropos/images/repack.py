@@ -31,6 +31,8 @@ def repack(layer: str, to: int) -> None:
     top = os.open(f"{layer}/files", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     with contextlib.closing(Folders(top, _make)) as folders, open(record, "rb", buffering=0) as file:
         for raw, path, size in tar_record.read(file):
+            # The record also has the zeros that `TarStream` adds at the end of a tar that is cut short, which its
+            # digest lacks.
             data = memoryview(raw)[:remaining]
             remaining -= len(data)
             while data:
@@ -46,6 +48,7 @@ def _send(folders: Folders, path: str, size: int, to: int) -> None:
     try:
         if os.fstat(content).st_size != size:
             raise ImageRefused(f"{path} has changed since it was unpacked")
+        # From the page cache to the pipe without a copy here; each call sends at most what fits into the pipe.
         while size and (sent := os.sendfile(to, content, None, min(size, SEND_BYTES))):
             size -= sent
     finally:
@@ -58,6 +61,7 @@ def _make(_parent: int, _name: str, path: str) -> None:
 
 def main() -> int:
     """The program."""
+    # `program` prints its result to stdout, which here carries tars.
     layers, to = sys.argv[1:], os.dup(1)
     os.dup2(2, 1)  # nothing but tars
 

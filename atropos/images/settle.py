@@ -32,6 +32,7 @@ class Lower:
 
     def folder(self, path: str) -> list[stack.Part]:
         """A folder in each layer that shows it, topmost first."""
+        # One is enough: what a layer needs is sorted as its tar is, folder by folder.
         if self._folder[0] != path:
             self._opened.close()
             self._folder = path, stack.find(self._layers, path, self._opened).parts
@@ -75,6 +76,7 @@ class Settling:
 
     def _describe(self, path: str) -> None:
         if path:
+            # A layer leads through no link or file of a lower one (decision 21).
             entry = self._lower.look(path)
             if entry is not None and not stat.S_ISDIR(entry[1].st_mode):
                 raise WrongFolder(path, is_missing=False)
@@ -83,6 +85,7 @@ class Settling:
 
     def _make_folder(self, parent: int, name: str, path: str) -> None:
         """Make a folder that lower layers have."""
+        # To make an entry changes its folder's mtime, which the tar, or a lower layer, has set.
         with _unchanged(parent):
             os.mkdir(name, 0o755, dir_fd=parent)
         fd = os.open(name, _READ | os.O_DIRECTORY, dir_fd=parent)
@@ -98,6 +101,8 @@ class Settling:
 
     def _hide(self, path: str) -> None:
         """Hide what lower layers have at a path, if they show anything there: else the whiteout would be visible."""
+        # Overlay lists a whiteout in a folder that no lower layer has: such folders are not merged, but shown as they
+        # are.
         if self._lower.look(path) is None or self._covered(path):
             return
         where, _, name = path.rpartition("/")
@@ -113,6 +118,7 @@ class Settling:
                 with contextlib.suppress(WrongFolder):
                     stack.make_opaque(self._folders.open(path, make=True))
             return
+        # Overlay ignores the attribute on the root of a layer, so that each entry is hidden by itself.
         top = self._folders.open("")  # which can't be opaque itself
         for name in sorted(
             {name for part in self._lower.folder("") for name in os.listdir(f"/proc/self/fd/{part.fd}")}
@@ -130,6 +136,7 @@ class Settling:
         where, _, name = path.rpartition("/")
         below, _, last = target.rpartition("/")
         parent = self._folders.open(where)
+        # A second link to the same lower file: to the copy, so that both are one file in the container, too.
         if target in self._brought:
             os.unlink(name, dir_fd=parent)
             os.link(last, name, src_dir_fd=self._folders.open(below), dst_dir_fd=parent, follow_symlinks=False)
@@ -140,6 +147,7 @@ class Settling:
             raise ImageRefused(f"{path}: a hard link to {target}: {why}")
         self._copy(entry[0], last, entry[1], parent, name)
         if not self._covered(target) and target not in self._needs.hidden:
+            # The copied file takes the place of the lower one, or a write by one name would not be seen by the other.
             with contextlib.suppress(WrongFolder, FileExistsError):  # this layer has something else in its place
                 folder = self._folders.open(below, make=True)
                 with _unchanged(folder):
@@ -156,9 +164,11 @@ class Settling:
                 return
         if not stat.S_ISREG(seen.st_mode):
             raise ImageRefused(f"{last}: a hard link to what is neither a file nor a link")
+        # Before the copy: it is what would fill the disk.
         self._count(seen.st_size)
         original = os.open(last, _READ, dir_fd=source)
         copy = os.open(name, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+        # Within the kernel (Linux 2.6.33 and later write to files); a file of gigabytes takes no memory here.
         while os.sendfile(copy, original, None, 1 << 24):
             pass
         copy_attributes(original, copy)
@@ -184,9 +194,11 @@ def _unchanged(folder: int) -> Generator[None]:
 def copy_attributes(source: int, target: int) -> None:
     """Give a file or folder of a layer what one of another layer has: owner, mode, attributes and time."""
     status, where = os.stat(source), f"/proc/self/fd/{source}"
+    # Before the mode and the attributes: chown(2) clears set-user-ID bits, and file capabilities with them.
     os.fchown(target, status.st_uid, status.st_gid)
     os.fchmod(target, stat.S_IMODE(status.st_mode))
     for name in os.listxattr(where):
+        # Overlay's own marks (userxattr) say what that layer hides, not what the file is.
         if not name.startswith("user.overlay."):
             os.setxattr(target, name, os.getxattr(where, name))
     os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns))

@@ -68,8 +68,10 @@ async def given(
             layer = _here(store, diff_ids[: index + 1])
             if layer is None or not store.hold(layer):
                 raise ImageUnavailable(f"{what}: layer {diff_ids[index][:12]} is no longer here")
+            # Held until all is sent: the other host would get a part of a tar.
             held.callback(store.release, layer)
             folder = Path(store.files(layer)).parent
+            # The layer replaced one of its own files, whose first content is gone (decision 28).
             if (size := tar_size(f"{folder}/{RECORD}")) is None:
                 raise ImageUnavailable(f"{what}: layer {diff_ids[index][:12]} can't be made again")
             layers.append((diff_ids[index], size))
@@ -110,12 +112,14 @@ class Arrival:
         try:
             header = json.loads(await self._line())
             self._layers.extend((str(digest), int(size)) for digest, size in header["layers"])
+            # The header is unchecked: it may not say how much memory is taken.
             config = b"".join([piece async for piece in self._bytes(min(int(header["config"]), MAX_JSON_BYTES))])
             digests = json.loads(config)["rootfs"]["diff_ids"]
         except (ValueError, LookupError, TypeError) as error:
             raise ImageUnavailable(f"{self._what}: not an image: {error!r:.200}") from None
         if hashlib.sha256(config).hexdigest() != image_id:
             raise ImageUnavailable(f"{self._what}: its configuration is not what its digest says")
+        # Those that are not sent are here already, and their size is asked for by nobody.
         sizes = dict(self._layers)
         (parts / image_id).write_bytes(config)
         layers = [{"digest": each, "size": sizes.get(str(each).removeprefix("sha256:"), 0)} for each in digests]
@@ -144,6 +148,7 @@ class Arrival:
 
     async def _line(self) -> bytes:
         line = b""
+        # Bounded, as the other end may never send a newline.
         while b"\n" not in line and len(line) <= MAX_JSON_BYTES:
             line += await self._some(MAX_JSON_BYTES)
         line, _, self._buffer = line.partition(b"\n")
@@ -173,6 +178,7 @@ async def _write(pipe: int, data: bytes) -> None:
             try:
                 rest = rest[os.write(pipe, rest) :]
             except BlockingIOError:
+                # asyncio's own pipe transport would set O_NONBLOCK for good, and close the descriptor at the end.
                 await _writable(pipe)
 
 

@@ -41,11 +41,15 @@ def find(layers: Sequence[str], folder: str, opened: contextlib.ExitStack) -> Fo
         for part in filter(None, folder.split("/")):
             try:
                 at = os.open(part, FOLDER, dir_fd=at)
+            # Lower layers may have it; `covers` may still end the search, where a folder above it is opaque.
             except FileNotFoundError:
                 break
             except NotADirectoryError:  # a file, a link or a whiteout: nothing below shows
+                # Lower layers don't count any more. What is above has it as a folder, if `parts` has any, and then that
+                # is shown.
                 return Found(parts, not parts and not _is_whiteout(at, part))
             opened.callback(os.close, at)
+            # By /proc, as an O_PATH descriptor refuses fgetxattr (open(2)).
             covers = covers or is_opaque(f"/proc/self/fd/{at}")
         else:
             parts.append(Part(number, at))
@@ -65,6 +69,8 @@ def look(folders: Sequence[Part], name: str) -> tuple[int, os.stat_result] | Non
 
 def is_whiteout(seen: os.stat_result) -> bool:
     """Whether something in a layer hides what lower layers have under its name."""
+    # A character device with number 0/0: overlay's form (Documentation/filesystems/overlayfs.rst). Since Linux 5.8 it
+    # needs no capability.
     return stat.S_ISCHR(seen.st_mode) and seen.st_rdev == 0
 
 
@@ -76,6 +82,8 @@ def make_whiteout(name: str, folder: int) -> None:
 def is_opaque(folder: str) -> bool:
     """Whether a folder of a layer hides what lower layers have in it."""
     try:
+        # `user.` rather than `trusted.`: servers mount overlay with `userxattr`, as trusted attributes need
+        # CAP_SYS_ADMIN in the first user namespace.
         return os.getxattr(folder, _OPAQUE) == b"y"
     except OSError:
         return False

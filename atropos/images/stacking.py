@@ -73,14 +73,17 @@ class Stacking:
             ImageUnavailable: what an image must not hold, or not what its configuration says; no room.
         """
         lacking = [layer for layer in image.layers if not self._store.has([layer.diff_id])]
+        # For all layers at once: images that got their room layer by layer could wait for each other's.
         await self.claim((1 if image.in_order else UNPACKED_RATIO) * sum(layer.size for layer in lacking))
         keys: list[asyncio.Task[str]] = []
         diff_ids = [layer.diff_id for layer in image.layers]
         async with task_group() as tasks:
             for layer in image.layers:
+                # The tasks of the layers below, which it awaits where it has to be settled on them.
                 work = self._layer(layer, diff_ids[: len(keys) + 1], keys[:], puller)
                 keys.append(tasks.create_task(work))
                 if image.in_order:
+                    # Their tars follow each other in one stream, so that no later one could be read before.
                     await keys[-1]
         # one that stands alone may come again, which overlay refuses; the upper one shows all that the lower one has
         ids = tuple(dict.fromkeys(key.result() for key in reversed(keys)))
@@ -94,7 +97,10 @@ class Stacking:
     ) -> str:
         """Have a layer here, and held; its id: of its names the first where it stands alone."""
         alone_id, chain = names(diff_ids)
+        # The whole chain in the name: the same layer on another base may become another one. Who holds it waits for
+        # lower layers alone, so that no two wait for each other.
         async with self._store.locked(f"layer-{chain}"):
+            # The chain's first: it is this very image's, while one that stands alone must also suit those below.
             for key in (chain, alone_id):
                 if self.hold(key) and (key == chain or await self._lies_well(key, below)):
                     return key
@@ -102,7 +108,10 @@ class Stacking:
             place.mkdir()
             done = await puller.unpack(layer, place, self._room)
             self._take(done["bytes"])
+            # Awaited only now, so that layers are unpacked at once and only their settling waits; no program is held
+            # meanwhile.
             lower = [self._store.files(await key) for key in reversed(below)]
+            # Overlay shows the root of the topmost layer; without an entry of its own, it must be what is below.
             alone = done["stands_alone"] and (done["has_root"] or not lower or _has_plain_root(lower[0]))
             if not alone:
                 added = await puller.settle(place, self._room, lower)
@@ -128,16 +137,20 @@ class Stacking:
         self._take(size)
         place = self._work / "layer"
         place.mkdir()
+        # After `claim` and `_take`: what is copied counts before it is there.
         await fill(f"{place}/files")
+        # A built layer can't be pulled again, so its name must not be there before its content is on the disk.
         return await self._put(place, layer, size, lasting=True)
 
     async def fitted(self, layers: tuple[str, ...]) -> tuple[str, ...]:
         """A stack of at most `MAX_LAYERS`: the lowest layers of a higher one are merged, to leave room for builds."""
         if len(layers) <= MAX_LAYERS:
             return layers
+        # The lowest: images built on one parent share them, and so what they are merged into.
         upper, lowest = layers[: MAX_LAYERS // 2], layers[MAX_LAYERS // 2 :]
         key = _digest("flat", *lowest)
         async with self._store.locked(f"layer-{key}"):
+            # Another image with these layers may have merged them while this one waited for the lock.
             if not self.hold(key):
                 size = sum(self._store.size(layer) or 0 for layer in lowest)  # what the files take if the others go
                 await self.claim(size)
@@ -205,6 +218,7 @@ def _has_plain_root(files: str) -> bool:
 def _folder_layer(file: Path, folder: str) -> PackedLayer:
     """Write a layer of one folder."""
     with tarfile.open(file, "w", format=tarfile.PAX_FORMAT) as tar:
+        # Always the same bytes (time 0, root's), so that all images with this WORKDIR share one layer.
         info = tarfile.TarInfo(f"./{folder.strip('/')}")
         info.type, info.mode = tarfile.DIRTYPE, 0o755
         tar.addfile(info)
