@@ -231,7 +231,7 @@ class LayerStore:
     # ------------------------------------------------------------------------------------------------------------- room
 
     async def claim(self, wanted: int, work: Path) -> int:
-        """Make room for layers; until their work folder is removed, its claims count as used for all other claims.
+        """Make room for layers. Until the work folder is removed or claims anew, it counts as used for all others.
 
         Waits for the room of layers that are being made, and of those that a server is about to let go.
 
@@ -241,6 +241,9 @@ class LayerStore:
         Raises:
             ImageUnavailable: these leave no room at all.
         """
+        # A stack that is flattened claims a second time. What it first claimed for is in the store by now, and would
+        # count twice; and this would wait for its own claim to end.
+        (work / CLAIM).unlink(missing_ok=True)
         end = time.monotonic() + 2 * LET_GO_S  # one is let go, and then stays for a while
         while True:
             # Two servers that measured at once would both give away the same room.

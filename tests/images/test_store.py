@@ -667,6 +667,16 @@ async def test_pulls_share_the_room(tmp_path, images):
     assert first.make_room(0) == 15 << 20
 
 
+@pytest.mark.usefixtures("at_once")
+async def test_a_second_claim_replaces_the_first(tmp_path):
+    """As that of a stack which is flattened once its layers are here."""
+    store = LayerStore(ImageStoreSettings(folder=str(tmp_path), quota_mib=16), tmp_path)
+    async with store.work() as work:
+        for wanted in (10 << 20, 12 << 20):
+            assert await store.claim(wanted, work) == 16 << 20
+            assert store.make_room(0) == (16 << 20) - wanted
+
+
 async def test_an_image_makes_room_after_its_lease(tmp_path, images, monkeypatch):
     monkeypatch.setattr("atropos.images.layer_store.LET_GO_S", 3)
     store, other = (store_at(tmp_path, images, quota_mib=16) for _ in range(2))
