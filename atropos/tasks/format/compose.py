@@ -19,7 +19,8 @@ from atropos.tasks.format.files import parse_yaml, read_text
 from atropos.tasks.format.service import MAIN, Service, start_order
 from atropos.wire import MAX_MEMBERS
 
-COMPOSE_FILES = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
+COMPOSE_FILE = "docker-compose.yaml"
+"""The only name under which Harbor and terminal-bench read one."""
 _MAIN = (MAIN, "client")
 """What the service that the agent works in is called: by Harbor, and by terminal-bench 1."""
 _WITHOUT_EFFECT = {
@@ -93,8 +94,8 @@ def read_compose(folder: Path, *, made: bool) -> Service | None:
     Raises:
         ConfigError: the file can't be read, or asks for what no slot has.
     """
-    path = next((folder / name for name in COMPOSE_FILES if (folder / name).exists()), None)
-    if path is None:
+    path = folder / COMPOSE_FILE
+    if not path.exists():
         return None
     tables, closed = _tables(path)
     services = {

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from atropos.tasks.format import dockerfile
-from atropos.tasks.format.compose import COMPOSE_FILES, dockerfile_in
+from atropos.tasks.format.compose import COMPOSE_FILE, dockerfile_in
 from atropos.tasks.format.config import EnvironmentSection
 from atropos.tasks.format.context import NEVER
 from atropos.tasks.format.recipe import DEFAULT_WORKDIR, BuildInputs, Copy, Folder, Recipe, Run, Step, StepSettings
@@ -17,7 +17,7 @@ SETUP = "setup.sh"
 
 def is_machine(folder: Path) -> bool:
     """Whether a folder says how to build an image."""
-    return any((folder / name).is_file() for name in ("Dockerfile", *COMPOSE_FILES))
+    return any((folder / name).is_file() for name in ("Dockerfile", COMPOSE_FILE))
 
 
 def with_compose(service: Service | None, wants: EnvironmentSection) -> EnvironmentSection:
@@ -87,7 +87,7 @@ def workspace(
     else:
         # the image was made with all that is here
         handled = image is not None and (own.is_file() or service is not None)
-        left_out = {SETUP, *COMPOSE_FILES, *NEVER}
+        left_out = {SETUP, COMPOSE_FILE, *NEVER}
         there = environment.iterdir() if environment.is_dir() else ()
         files = sorted(path.name for path in there if path.name not in left_out)
         if files and not handled:

@@ -452,6 +452,15 @@ def test_shared_room_is_part_of_memory(folder, said, limits):
         assert bool(refused) == (limits is not None and (volume == "disk" or limits.disk_mib > 4096))
 
 
+def test_files_of_other_names_are_not_read(folder):
+    """As in Harbor, which builds the Dockerfile beside them, and copies them like any other file."""
+    (folder / "environment/Dockerfile").write_text("FROM debian:13\nCOPY . /all/\n")
+    (folder / "environment/docker-compose.yml").write_text("services: {web: {build: ./web}, db: {image: db}}")
+    task = load_task(folder)
+    assert task.service is None
+    assert not task.beside
+
+
 def test_compose_sizes_are_no_defaults(folder):
     services(folder, "  main: {build: ., mem_limit: 2g}\n  db: {image: db, mem_limit: 2g}")
     room = Room(Resources(memory_mib=1024, disk_mib=512), most_mib=1024)
