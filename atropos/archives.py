@@ -9,6 +9,8 @@ from typing import ClassVar, Self
 # typeshed doesn't know them
 IN_ZEROS: type[HeaderError] = getattr(tarfile, "EOFHeaderError")  # noqa: B009
 JUST_SO: type[HeaderError] = getattr(tarfile, "EmptyHeaderError")  # noqa: B009
+XATTR = "SCHILY.xattr."
+"""Begins the keyword of an extended attribute's record, as in the archives of every other program."""
 
 
 class WholeTar(tarfile.TarInfo):

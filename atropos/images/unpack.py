@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import IO, Self, cast
 
-from atropos.archives import WholeTar
+from atropos.archives import XATTR, WholeTar
 from atropos.images.folders import Folders, WrongFolder
 from atropos.images.tar_record import TarRecord
 from atropos.images.tar_stream import TarStream
@@ -32,7 +32,6 @@ BLOCK = 4096
 CHUNK = 1 << 20
 NS = 1_000_000_000
 WHITEOUT, OPAQUE = ".wh.", ".wh..wh..opq"
-XATTR = "SCHILY.xattr."
 CAPABILITY = "security.capability"
 _PLAIN_KINDS = {tarfile.REGTYPE, tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.XHDTYPE}
 _NUMBERS = [slice(100, 108), slice(108, 116), slice(116, 124), slice(124, 136), slice(136, 148), slice(148, 156)]

@@ -50,7 +50,7 @@ from atropos.tasks.format.recipe import (
 from atropos.tasks.format.task import Task
 from atropos.wire import ImageInfo, ImageSettings, ImageState
 
-RULES = 4
+RULES = 5
 """Part of every key: another number when a step's result changes though its instruction doesn't."""
 _LAST = 1 << 30
 """Number of the last stage."""

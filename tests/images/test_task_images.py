@@ -8,6 +8,7 @@ import io
 import lzma
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import tarfile
@@ -418,6 +419,36 @@ async def test_copies_from_stages_are_as_dockers(pool, tmp_path):
         absent = make(tmp_path / "absent", "FROM debian AS made\nFROM debian\nCOPY --from=made /d/x /x\n")
         with pytest.raises(TaskBroken, match=r"COPY --from: /d/x: is not in the stage"):
             await TaskImages(pool).prepare(absent)
+
+
+async def test_attributes_are_copied_with_files(pool, tmp_path):
+    capability = struct.pack("<IIIII", 0x02000000, 1 << 13, 0, 0, 0)
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        info = tarfile.TarInfo("added/f")
+        info.pax_headers = {"SCHILY.xattr.security.capability": capability.decode(), "SCHILY.xattr.user.a": "b"}
+        tar.addfile(info)
+    script = f"import os; os.makedirs('/s/d'); open('/s/f', 'w'); os.setxattr('/s/d', 'user.d', b'1')\nos.setxattr('/s/f', 'user.n', bytes([0, 255])); os.setxattr('/s/f', 'security.capability', {capability!r})"
+    (tmp_path / "environment").mkdir()
+    (tmp_path / "environment/tree.tar").write_bytes(packed.getvalue())
+    task = make(
+        tmp_path,
+        f"FROM debian AS made\nRUN <<EOF cat > /x.py\n{script}\nEOF\nRUN python3 /x.py\n"
+        "FROM debian\nCOPY --from=made /s /t\nCOPY --from=made --chown=daemon /s/f /f\nADD tree.tar /\n",
+    )
+    seen = "import os, sys; print(*(f'{p} {n} {os.getxattr(p, n).hex()}' for p in sys.argv[1:] for n in sorted(os.listxattr(p))), sep='\\n')"
+    async with working_on(pool, TaskImages(pool), task) as slot:
+        listed = await slot.exec(["python3", "-c", seen, "/t/d", "/t/f", "/f", "/added/f"])
+    kept = capability.hex()
+    assert listed.output.splitlines() == [
+        "/t/d user.d 31",
+        f"/t/f security.capability {kept}",
+        "/t/f user.n 00ff",
+        f"/f security.capability {kept}",
+        "/f user.n 00ff",
+        f"/added/f security.capability {kept}",
+        "/added/f user.a 62",
+    ]
 
 
 async def test_parents_of_a_stage_are_its_own(pool, tmp_path):

@@ -3,9 +3,9 @@
     python -I -S snapshot_tar.py pack [--zstd] LAYER...     layers, topmost first, to standard output
     python -I -S snapshot_tar.py unpack [--zstd] LAYER...   from standard input into empty folders
 
-The *raw* folders travel, as overlay keeps them: ownership, modes, times, links, `user.*` attributes, whiteouts
-(character device 0:0). Read through a mounted overlay, attributes that a slot planted would come back un-escaped.
-Attributes of other kinds (security.capability) do not travel. Holes of sparse files don't either: those files have the
+The *raw* folders travel, as overlay keeps them: ownership, modes, times, links, `user.*` attributes, file capabilities,
+whiteouts (character device 0:0). Read through a mounted overlay, attributes that a slot planted would come back
+un-escaped. Attributes of other kinds do not travel. Holes of sparse files don't either: those files have the
 form "GNU sparse 1.0". Names are relative to a folder of the archive once they would be long: whole paths of 20,000
 nested folders take 400 MB.
 
@@ -34,11 +34,10 @@ from typing import IO, cast
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))))
 
-from atropos.archives import IN_ZEROS, WholeTar
+from atropos.archives import IN_ZEROS, XATTR, WholeTar
 from atropos.sandbox.programs.layer_folders import NOFOLLOW, LayerFolder, LayerFolders
 from atropos.sandbox.programs.runner.opening import write_all
 
-_XATTR = "SCHILY.xattr."
 _XATTR_HEX = "ATROPOS.xattr."
 """Followed by the attribute's name in hexadecimal, where it holds what a header's keyword can't: `=`, line breaks,
 other bytes."""
@@ -50,6 +49,8 @@ _LINK_UNDER = "ATROPOS.link-under"
 _SHORT_DEPTH = 32
 """Levels of folders that a name has at most."""
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9._-]+\Z")
+_CAPABILITY = "security.capability"
+"""The kernel gives it as that of the slots' root, and takes it for theirs, wherever they are."""
 _OVERLAY_ONLY = frozenset({"user.overlay.redirect", "user.overlay.metacopy"})
 """Overlay follows these to files of lower layers; it writes none where slots use it, and escapes what a slot writes."""
 INVALID = 2
@@ -152,12 +153,12 @@ class SnapshotPacker:
         info = tarfile.TarInfo(_name(folder, name, headers, _UNDER))
         info.uid, info.gid, info.mode = status.st_uid, status.st_gid, stat.S_IMODE(status.st_mode)
         info.pax_headers = headers
-        if fd is not None:  # links and pipes can't have user attributes
+        if fd is not None:  # links and pipes can't have these
             for each in os.listxattr(fd):
                 # With userxattr overlay keeps its own marks here, too (opaque folders), so that they travel with the
                 # rest.
-                if each.startswith("user."):
-                    key = _XATTR + each if _PLAIN_NAME.match(each) else _XATTR_HEX + os.fsencode(each).hex()
+                if each.startswith("user.") or each == _CAPABILITY:
+                    key = XATTR + each if _PLAIN_NAME.match(each) else _XATTR_HEX + os.fsencode(each).hex()
                     headers[key] = os.getxattr(fd, each).decode("utf-8", "surrogateescape")
         return info
 
@@ -390,7 +391,12 @@ def _finish(fd: int, info: tarfile.TarInfo) -> None:
     os.fchmod(fd, info.mode & 0o7777)  # after the owner: a change of owner clears setuid
     for key, value in info.pax_headers.items():
         if (name := _attribute(key)) is not None:
-            os.setxattr(fd, name, value.encode("utf-8", "surrogateescape"))
+            try:
+                os.setxattr(fd, name, value.encode("utf-8", "surrogateescape"))
+            except OSError as error:
+                if error.errno == errno.EINVAL:
+                    raise NotASnapshot(f"an attribute that is none: {os.fsdecode(name)[:200]!r}") from None
+                raise
     os.utime(fd, ns=_times(info))
 
 
@@ -398,11 +404,12 @@ def _attribute(key: str) -> bytes | None:
     """The extended attribute of a header's keyword; None: it isn't one."""
     if key.startswith(_XATTR_HEX):
         name = bytes.fromhex(key[len(_XATTR_HEX) :])
-    elif key.startswith(_XATTR):
-        name = os.fsencode(key[len(_XATTR) :])
+    elif key.startswith(XATTR):
+        name = os.fsencode(key[len(XATTR) :])
     else:
         return None
-    if not name.startswith(b"user.") or os.fsdecode(name) in _OVERLAY_ONLY:
+    known = name.startswith(b"user.") or os.fsdecode(name) == _CAPABILITY
+    if not known or os.fsdecode(name) in _OVERLAY_ONLY:
         raise NotASnapshot(f"an attribute that no snapshot has: {os.fsdecode(name)[:200]!r}")
     return name
 

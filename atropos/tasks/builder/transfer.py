@@ -23,7 +23,7 @@ from typing import IO
 from e2b_dockerfile_utils import PatternMatcher
 
 from atropos import wire
-from atropos.archives import WholeTar
+from atropos.archives import XATTR, WholeTar
 from atropos.errors import SandboxError
 from atropos.slots import Slot
 from atropos.slots.slot.results import ExecResult, SlotFileError, answered
@@ -333,7 +333,7 @@ def _replaced(
     info.name = name or member.name
     if not member.issym():
         info.mode = changed_mode(member.mode, mode, folder=member.isdir())
-    info.pax_headers = {}
+    info.pax_headers = {key: value for key, value in member.pax_headers.items() if key.startswith(XATTR)}
     return info
 
 

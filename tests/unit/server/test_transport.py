@@ -12,6 +12,7 @@ import os
 import shutil
 import socket
 import stat
+import struct
 import subprocess
 import sys
 import tarfile
@@ -82,6 +83,7 @@ def build(top: Path) -> None:
         ("binary", "user.=", b"\n"),
         ("binary", "user.k=v\nx", b"not user.k"),
         ("binary", "user.nämé", b"\xc3"),
+        ("binary", "security.capability", struct.pack("<IIIII", 0x02000001, 1 << 13, 0, 0, 0)),
     ):
         try:
             os.setxattr(top / path, name, value)
@@ -367,9 +369,9 @@ def test_what_leads_out_is_refused(members, tmp_path):
 
 
 @privileges.owners
-def test_only_user_attributes_pass(tmp_path):
+def test_attributes_of_the_kernel_s_stay_out(tmp_path):
     info = member("0/file")
-    info.pax_headers = {"SCHILY.xattr.security.capability": "x", "SCHILY.xattr.trusted.overlay.opaque": "y"}
+    info.pax_headers = {"SCHILY.xattr.security.selinux": "x", "SCHILY.xattr.trusted.overlay.opaque": "y"}
     out = fresh(tmp_path)
     with pytest.raises(NotASnapshot, match="an attribute that no snapshot has"):
         Unpacker(out).unpack(archive_of(info))

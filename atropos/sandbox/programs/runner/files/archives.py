@@ -8,7 +8,7 @@ from stat import S_ISLNK, S_ISREG
 from typing import TYPE_CHECKING
 
 from atropos.sandbox.programs.runner.failures import OpFailed
-from atropos.sandbox.programs.runner.files.tar_headers import CONTENT_END, TAR_END, tar_header
+from atropos.sandbox.programs.runner.files.tar_headers import CONTENT_END, TAR_END, XATTR, pax_record, tar_header
 from atropos.sandbox.programs.runner.opening import open_at_once
 from atropos.sandbox.programs.runner.paths import path_of
 from atropos.sandbox.programs.runner.state import is_special
@@ -105,7 +105,7 @@ class Packer:
                 # /proc has endless files, and files of PID 1's own.
                 if is_special(status.st_dev):
                     continue
-                self.header(f"{name}/", status, b"5")
+                self.header(f"{name}/", status, b"5", records=attributes(folder))
                 with os.scandir(folder) as listing:
                     entries = sorted(listing, key=lambda entry: entry.name)
                 for entry in entries:
@@ -146,7 +146,7 @@ class Packer:
                 self.header(name, status, b"1", first)
                 return
         size = status.st_size
-        self.header(name, status, b"0")
+        self.header(name, status, b"0", records=attributes(fd))
         # Before it is read: a file beyond the bound shall not be read for nothing.
         self.out.claim(len(self.pending) + size)
         if size > PACK_BYTES // 2:
@@ -162,9 +162,22 @@ class Packer:
             raise OpFailed("io", "a file became shorter while it was read")
         self.pending += CONTENT_END[: -size % 512]
 
-    def header(self, name: str, status: os.stat_result, kind: bytes, link: str = "") -> None:
+    def header(self, name: str, status: os.stat_result, kind: bytes, link: str = "", records: bytes = b"") -> None:
         """The start of a member."""
-        self.pending += tar_header(name, status, kind, link)
+        self.pending += tar_header(name, status, kind, link, records)
         if len(self.pending) > PACK_BYTES // 2:
             self.out.write(self.pending)
             self.pending.clear()
+
+
+def attributes(fd: int) -> bytes:
+    """Records of the extended attributes of an open file or folder."""
+    records = b""
+    try:
+        for name in os.listxattr(fd):
+            if "=" not in name:  # it would end the record's keyword
+                records += pax_record(os.fsencode(XATTR + name), os.getxattr(fd, name))
+    except OSError as error:
+        if error.errno not in (errno.ENOTSUP, errno.ENODATA):  # none here, or one that is gone by now
+            raise
+    return records

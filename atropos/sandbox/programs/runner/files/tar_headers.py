@@ -11,16 +11,25 @@ TAR_END = bytes(1024)
 CONTENT_END = bytes(511)
 """What pads a member's content."""
 USTAR = b"ustar\x0000"
+XATTR = "SCHILY.xattr."
+"""Begins the keyword of an extended attribute's record."""
 MOST = 0o77777777777
 """Largest size or time that a header's field holds; no slot has an id that is too large for its."""
 
 
-def tar_header(name: str, status: os.stat_result, kind: bytes, link: str = "") -> bytes:
-    """A member's header: a regular file (b"0"), hard link (b"1"), symbolic link (b"2") or folder (b"5")."""
+def tar_header(name: str, status: os.stat_result, kind: bytes, link: str = "", records: bytes = b"") -> bytes:
+    """A member's header: a regular file (b"0"), hard link (b"1"), symbolic link (b"2") or folder (b"5").
+
+    Args:
+        name: the member's.
+        status: what it is.
+        kind: its type as in tar.
+        link: where a link leads.
+        records: of its extended attributes.
+    """
     member, target = name.encode("utf-8", "surrogateescape"), link.encode("utf-8", "surrogateescape")
     # Only a regular file has content: a reader would skip as many bytes after a link or folder.
     mtime, size = int(status.st_mtime), status.st_size if kind == b"0" else 0
-    records = b""
     if not fits(member):
         records += pax_record(b"path", member)
     if not fits(target):

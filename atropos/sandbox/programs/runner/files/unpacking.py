@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING
 
 from atropos.sandbox.programs.runner.failures import OpFailed, text
+from atropos.sandbox.programs.runner.files.tar_headers import XATTR
 from atropos.sandbox.programs.runner.opening import write_all
 from atropos.sandbox.programs.runner.paths import make_folders, path_of
 from atropos.sandbox.programs.runner.state import is_special
@@ -41,13 +42,17 @@ def op_untar(call: int, path: str, data: bytes, owners: bool) -> None:
 
 
 def unpack_from(path: str, source: Readable, *, owners: bool = False) -> Outcome:
-    """Unpack an archive below a folder, which is made where it is missing; `owners`: members get theirs."""
+    """Unpack an archive below a folder, which is made where it is missing.
+
+    `owners`: members get theirs, and their extended attributes.
+    """
     make_folders(path)
     places = Places(path)
     count = 0
     for member in members(source):
         if not owners:
             member.uid = member.gid = -1
+            member.attributes = {}
         extract(source, member, places)
         count += 1
     return "done", {"count": count}, {}
@@ -56,7 +61,7 @@ def unpack_from(path: str, source: Readable, *, owners: bool = False) -> Outcome
 class TarMember:
     """The header of one member: its name without a final slash, its type as in tar, and the rest of its kind."""
 
-    __slots__ = ("gid", "kind", "link", "mode", "mtime", "name", "size", "uid")
+    __slots__ = ("attributes", "gid", "kind", "link", "mode", "mtime", "name", "size", "uid")
 
     def __init__(self, block: bytes, extended: dict[str, str]) -> None:
         # The checksum counts its own field as eight spaces (32 each).
@@ -72,6 +77,8 @@ class TarMember:
             self.kind = b"5"
         self.name = name.rstrip("/")
         self.link = extended.get("linkpath", string(block[157:257]))
+        attributes = ((key.removeprefix(XATTR), key) for key in extended if key.startswith(XATTR))
+        self.attributes = {name: extended[key].encode("utf-8", "surrogateescape") for name, key in attributes}
         self.mode = number(block[100:108]) & 0o7777
         try:
             whole_s = extended.get("mtime", "").partition(".")[0]
@@ -253,8 +260,13 @@ def replacing(folder: int, name: str, make: Callable[[], Made]) -> Made:
 
 
 def finish_member(fd: int, member: TarMember) -> None:
-    """Set a member's owner, mode and time."""
+    """Set a member's owner, mode, attributes and time."""
     os.fchown(fd, member.uid, member.gid)
     os.fchmod(fd, member.mode)
+    for name, value in member.attributes.items():
+        try:
+            os.setxattr(fd, name, value)
+        except OSError:  # a file system without such attributes, or one that no slot may set
+            pass
     os.utime(fd, (member.mtime, member.mtime))
     os.close(fd)
