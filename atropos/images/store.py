@@ -97,6 +97,7 @@ class ImageStore:
                 image_id = source.removeprefix(BUILD)
             else:
                 image_id = (self._root / "names" / _hash(source)).read_text(encoding="ascii")
+            # Checked, as it becomes a path.
             return self._asked(check_digest(f"sha256:{image_id}"))
         except (OSError, ValueError):
             return None
@@ -129,11 +130,13 @@ class ImageStore:
                 held.callback(self._layers.release, layer)
             if stored is None:
                 raise ImageUnavailable(f"image {image.source}: it is no longer in the store")
+            # All layers or none: until here, a failure releases those that it holds.
             held.pop_all()
         return Stack([self._layers.files(layer) for layer in stored.layers], stored.base)
 
     def release(self, image_id: str) -> None:
         """Undo one `hold`."""
+        # Of what was read before: the record may be removed while its layers are held.
         for layer in self._known[image_id].layers:
             self._layers.release(layer)
 
@@ -187,10 +190,12 @@ class ImageStore:
         self, source: ImageSource, progress: Progress, make: Callable[[Path], Awaitable[ImageInfo]]
     ) -> ImageInfo:
         name = str(source)
+        # For all servers of the host: one pulls, and the others find it here.
         async with self._layers.locked(f"source-{_hash(name)}", lambda: progress("waiting", None)):
             known = self.known(name)
             if known is not None:
                 return known
+            # After the lock: who waits for another server's pull takes no turn.
             async with self._turns:
                 progress("pulling", None)
                 async with self._layers.work() as work:
@@ -204,7 +209,10 @@ class ImageStore:
         what, parts = f"image {source}: pulling", work / PARTS
         # a part of the content's name, or that and the image's name in it
         name, deadline_s = source.name.partition(":")[2], self._settings.unpack_timeout_s
+        # The parts are on the disk beside what the store holds, before anything is claimed: first what is above the
+        # quota goes.
         await asyncio.to_thread(self.make_room, 0)
+        # In a process of its own with bounded memory: the file may be anybody's.
         arguments = (source.transport, archive, name, parts, self._layers.quota)
         await run_module(extract, what, *arguments, folder=self._root, deadline_s=deadline_s)
         pulled = await self._read_parts(parts, what)
@@ -222,6 +230,8 @@ class ImageStore:
             if size > self._layers.quota:
                 most = f"more than the store may hold ({self._settings.quota_mib} MiB)"
                 raise ImageUnavailable(f"{what}: {size >> 20} MiB, {most}")
+            # An estimate for the progress alone: a layer may be here under another id, or come from another server
+            # meanwhile.
             expected = sum(layer.size for layer in pulled.layers if not self._layers.has([layer.diff_id]))
 
             def report(came: int) -> None:
@@ -233,6 +243,7 @@ class ImageStore:
             async with task_group() as tasks:
                 watching = tasks.create_task(puller.watch(report))
                 image = await self._stacked(pulled, source, work, puller)
+                # It never ends by itself, and the group waits for it.
                 watching.cancel()
             return image
 
@@ -244,6 +255,7 @@ class ImageStore:
             arrival = Arrival(chunks, what)
             await arrival.describe(image_id, work / PARTS)
             puller.bring = arrival.bring
+            # Read from the same files as a registry's, so that the same checks apply.
             pulled = dataclasses.replace(await self._read_parts(work / PARTS, what), in_order=True)
             return await self._stacked(pulled, source, work, puller)
 
@@ -255,11 +267,13 @@ class ImageStore:
 
     async def _stacked(self, pulled: PulledImage, source: ImageSource, work: Path, puller: Puller) -> ImageInfo:
         info = image_info(pulled, str(source))
+        # The same image under another name.
         if (here := self._asked(info.id)) is not None:
             return here
         with self._stacking(f"image {source}: unpacking", work) as stacking:
             layers = await stacking.pulled(pulled, info.workdir or "/", puller)
             size = sum(self._layers.size(layer) or 0 for layer in layers)
+            # Before the record: an image that is here can be given to other hosts.
             write_whole(self._root / "configs" / pulled.id, (work / PARTS / pulled.id).read_bytes())
             return await self._write(StoredImage(info=info.model_copy(update={"bytes": size}), layers=layers))
 
@@ -279,6 +293,7 @@ class ImageStore:
                 return there
             below, base = self._below(image)
             with self._stacking(f"image {image.source}", work) as stacking:
+                # Held before the copy: the parent may have gone since it was looked up.
                 if not all(map(stacking.hold, below)):
                     raise ImageUnavailable(f"image {image.source}: its parent is no longer in the store")
                 top = await stacking.built(image.id, image.bytes, fill)
@@ -300,8 +315,10 @@ class ImageStore:
     async def _write(self, image: StoredImage) -> ImageInfo:
         """Keep an image whose layers are held."""
         async with self._layers.locked("records"):
+            # While its layers are held: a record that others read must be of an image that is there.
             write_whole(self._root / "images" / image.info.id, image.model_dump_json().encode())
             self._known[image.info.id] = image
+            # Images are gone only where this server has dropped layers; others look after what they dropped.
             if self._swept != self._layers.dropped:
                 self._swept = self._layers.dropped
                 await asyncio.to_thread(self._remove_gone)
@@ -309,6 +326,7 @@ class ImageStore:
 
     def _remove_gone(self) -> None:
         """Remove what is kept of images whose layers aren't all here, and the names that meant them. Blocking."""
+        # Under the lock of all records: a name that is written meanwhile would seem to mean no image.
         here: set[str] = set()
         for path in self._root.joinpath("images").iterdir():
             if self._read(path.name) is not None:
@@ -330,6 +348,7 @@ class ImageStore:
                 image = self._known[image_id] = StoredImage.model_validate_json(text)
             except (OSError, ValueError):
                 return None
+        # Asked each time, for a remembered one too: other servers make room.
         return image if self._layers.has(image.layers) else None
 
     async def copy_layer(self, layer: str, target: str) -> None:
@@ -338,6 +357,7 @@ class ImageStore:
         Raises:
             ImageUnavailable: the disk is full, or it takes too long.
         """
+        # A program, as Python's shutil copies neither device numbers (whiteouts) nor hard links as such.
         copy = ["cp", "-a", "--preserve=all", "--sparse=auto", "--", layer, target]
         await run(copy, "keeping a built layer", folder=self._root, deadline_s=self._settings.unpack_timeout_s)
 
@@ -355,6 +375,7 @@ class ImageStore:
             ImageUnavailable: it is not here, or can't be given.
         """
         image, what = self.find(image_id), f"image {image_id:.12}"
+        # `wanted` is the other host's, and unchecked.
         if image is None or not all(0 <= index < len(image.layers) for index in wanted):
             raise ImageUnavailable(f"{what}: it is not on this server's host")
         try:
@@ -380,6 +401,7 @@ class ImageStore:
                         size += len(chunk)
                         if size > self._layers.quota:
                             raise ImageUnavailable(f"the archive is larger than {self._settings.quota_mib} MiB")
+                        # In a thread: on a disk that is behind, a write blocks.
                         await asyncio.to_thread(file.write, chunk)
             except OSError as error:
                 raise ImageUnavailable(f"the archive could not be kept: {error.strerror}") from error

@@ -35,6 +35,7 @@ class TarRecord:
     def __init__(self, file: IO[bytes], count: Callable[[int], None]) -> None:
         self._file = file
         self._count = count
+        # The fastest level: headers consist of zeros and repeated names, which any level shrinks to some percent.
         self._packer = isal_zlib.compressobj(1, wbits=31)
         self._raw, self._packed = bytearray(), bytearray(_SIZE.pack(0))
 
@@ -54,6 +55,7 @@ class TarRecord:
         self._packed += self._packer.flush()
         self._flush()
         self._file.seek(0)
+        # Known at the end alone; `__init__` has kept its place.
         self._file.write(_SIZE.pack(size))
 
     def _write(self, size: int, path: bytes) -> None:
@@ -64,6 +66,7 @@ class TarRecord:
             self._flush()
 
     def _flush(self) -> None:
+        # Before the write: it is what would fill the disk.
         self._count(len(self._packed))
         self._file.write(self._packed)
         self._packed.clear()
@@ -84,6 +87,7 @@ def read(record: IO[bytes]) -> Iterator[tuple[bytes, str, int]]:
     stream, buffer = decompressed(pieces(record.fileno())), bytearray()
 
     def take(size: int) -> bytes:
+        # A record may begin in one decompressed piece and end in the next.
         while len(buffer) < size:
             buffer.extend(next(stream))
         part = bytes(buffer[:size])

@@ -47,6 +47,7 @@ class Member(WholeTar):
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
         """As the tar module reads a header, but what is the same in most of them in a third of the time."""
+        # `typeflag` of the header.
         kind = bytes(buf[156:157])
         if len(buf) != tarfile.BLOCKSIZE or kind not in _PLAIN_KINDS:
             return super().frombuf(buf, encoding, errors)
@@ -56,6 +57,8 @@ class Member(WholeTar):
             )
         except ValueError:  # not octal
             return super().frombuf(buf, encoding, errors)
+        # The checksum is that of the header with spaces in its own place (POSIX.1-1988, ustar). tarfile also takes the
+        # signed sum of old tars.
         if sum(buf) - sum(buf[148:156]) + 8 * ord(" ") != checksum:
             return super().frombuf(buf, encoding, errors)
         name, linkname, prefix = (bytes(buf[part]).partition(b"\0")[0].decode(encoding, errors) for part in _TEXTS)
@@ -86,6 +89,7 @@ class Needs:
     def forget(self, path: str) -> None:
         """Something else comes in the place of what the layer itself had there."""
         for paths in (self.folders, self.hidden, self.opaque, self.links):
+            # With the slash, so that `a` doesn't forget `ab`.
             for each in [each for each in paths if f"{each}/".startswith(f"{path}/")]:
                 del paths[each]
 
@@ -99,6 +103,7 @@ class Layer:
         self._root = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._folders = Folders(self._root, self._make_folder)
         self._times: dict[str, int] = {}
+        # The root, too, is as below it unless a member describes it.
         self.needs = Needs({"": None})
         self.bytes = 0
         self.members = 0
@@ -122,9 +127,12 @@ class Layer:
         with tarfile.TarFile(
             fileobj=cast("IO[bytes]", stream), encoding="utf-8", errors="surrogateescape", tarinfo=Member
         ) as tar:
+            # One after the other, as they come: iterating over the TarFile would do the same, but keeps a list of all
+            # members.
             while (member := tar.next()) is not None:
                 self._member(tar, stream, member)
                 vars(tar)["members"].clear()  # a million of them are gigabytes
+        # At the end: each file that is made in a folder changes the folder's time.
         for path, at in self._times.items():
             with contextlib.suppress(WrongFolder):
                 os.utime(self._folders.open(path), ns=(at, at))
@@ -135,17 +143,22 @@ class Layer:
             raise ImageRefused(f"more than {self._max_members} files and folders")
         path = checked(member.name)
         where, _, name = path.rpartition("/")
+        # Before all else: a whiteout is an empty file by its type.
         if name.startswith(WHITEOUT):
             self._whiteout(where, name)
         elif not path:
             self._describe("", self._root, member)
         elif member.isdir():
             self._folder(path, where, name, member)
+        # A slot could not open a device node, and overlay takes one with number 0/0 for a whiteout.
         elif not (member.ischr() or member.isblk()):
             parent = self._folders.open(where, make=True)
+            # What is made here hides the lower one by itself.
             self.needs.hidden.pop(path, None)
             try:
                 self._make(tar, stream, parent, path, name, member)
+            # Tried first and cleared only then: hardly any layer has a name twice, and a look before each would cost a
+            # system call.
             except FileExistsError:
                 self._clear(parent, path, name)
                 self._make(tar, stream, parent, path, name, member)
@@ -176,15 +189,18 @@ class Layer:
             self._link(parent, path, name, member)
         elif member.isfifo():
             os.mkfifo(name, 0o600, dir_fd=parent)
+            # O_NONBLOCK: to open a FIFO for reading waits for a writer otherwise (fifo(7)).
             fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
             self._finish(fd, member)
         else:
             raise ImageRefused(f"{path}: an entry of unknown type {member.type!r}")
 
     def _file(self, tar: tarfile.TarFile, stream: TarStream, parent: int, path: str, member: tarfile.TarInfo) -> None:
+        # By the header already, before it is read for minutes.
         if member.size > self._max_bytes:
             raise ImageRefused(f"{member.name}: a file of {member.size} bytes, more than {self._room}")
         fd, size = os.open(path.rpartition("/")[2], _NEW, 0o600, dir_fd=parent), 0
+        # GNU's sparse files: their blocks are not contiguous in the tar, so tarfile puts them together.
         if member.issparse():
             source = tar.extractfile(member)
             assert source is not None
@@ -196,6 +212,7 @@ class Layer:
         """Bytes that are no holes, and those up to which the file is there."""
         for piece in pieces:
             size += len(piece)
+            # The two ends first: nearly all other pieces are told by them.
             if not piece[0] and not piece[-1] and bytes(piece).count(0) == len(piece):
                 os.lseek(fd, size, os.SEEK_SET)  # a hole stays one
             else:
@@ -203,6 +220,7 @@ class Layer:
                 _write(fd, piece)
                 content += len(piece)
                 written = size
+        # A hole at the end is made by no seek.
         if written < size:
             os.ftruncate(fd, size)
         self.count(BLOCK)
@@ -222,12 +240,15 @@ class Layer:
         except (FileNotFoundError, WrongFolder) as error:
             if isinstance(error, WrongFolder) and not error.is_missing:
                 raise
+            # An empty file stands for it until `settle` knows the layers below.
             os.close(os.open(name, _NEW, 0o600, dir_fd=parent))
             self.needs.links[path] = target
             self.count(BLOCK)
+        # link(2) refuses folders with EPERM.
         except (IsADirectoryError, PermissionError) as error:
             raise ImageRefused(f"{member.name}: a hard link to {member.linkname}: {error.strerror}") from None
         else:
+            # A link to what is itself an empty stand-in: it, too, is to become the lower file.
             if (lower := self.needs.links.get(target)) is not None:
                 self.needs.links[path] = lower
 
@@ -243,6 +264,8 @@ class Layer:
             except (FileNotFoundError, WrongFolder):
                 self.needs.hidden[path] = None
             else:
+                # A whiteout hides what is below alone, in whatever order the members come; what this layer has there
+                # stays.
                 if stat.S_ISDIR(mode):
                     self.needs.opaque[path] = None
 
@@ -255,6 +278,7 @@ class Layer:
             os.unlink(name, dir_fd=parent)
             return
         self._folders.forget(path)
+        # By descriptors, so that no link on the way is followed.
         for _, folders, files, fd in os.fwalk(name, topdown=False, dir_fd=parent):
             for each in files:
                 os.unlink(each, dir_fd=fd)
@@ -270,6 +294,7 @@ class Layer:
         os.mkdir(name, 0o755, dir_fd=parent)
         os.chown(name, 0, 0, dir_fd=parent, follow_symlinks=False)
         self.count(BLOCK)
+        # Its whiteout came before the folder, which a folder in overlay says by being opaque.
         if path in self.needs.hidden:
             del self.needs.hidden[path]
             self.needs.opaque[path] = None
@@ -278,10 +303,13 @@ class Layer:
 
     def _adopt(self, fd: int, member: tarfile.TarInfo) -> None:
         """Owner, mode and the attributes that mean something in a slot."""
+        # In this order: chown(2) clears set-user-ID bits and file capabilities.
         os.fchown(fd, *self._owner(member))
         os.fchmod(fd, member.mode & 0o7777)
         for key, value in member.pax_headers.items():
             name = key.removeprefix(XATTR)
+            # `trusted.` and other `security.` ones mean something to this host; `user.overlay.` would forge what
+            # overlay itself writes.
             copied = name == CAPABILITY or (name.startswith("user.") and not name.startswith("user.overlay."))
             if key.startswith(XATTR) and copied:
                 with contextlib.suppress(OSError):  # a file system without such attributes
@@ -295,6 +323,7 @@ class Layer:
         self.count(BLOCK)
 
     def _owner(self, member: tarfile.TarInfo) -> tuple[int, int]:
+        # A server that maps one id alone, as an ordinary user's may.
         if self._ids == 1:
             return 0, 0
         if not (0 <= member.uid < self._ids and 0 <= member.gid < self._ids):
@@ -333,6 +362,7 @@ def checked(name: str) -> str:
     Raises:
         ImageRefused: it climbs, or is no name.
     """
+    # Refused rather than cleaned: no builder writes such names, so it is an attack.
     if "\0" in name or ".." in name.split("/"):
         raise ImageRefused(f"{name!r:.200}: a path that leaves the image")
     return "/".join(part for part in name.split("/") if part not in {"", "."})
@@ -342,6 +372,7 @@ def mtime_ns(member: tarfile.TarInfo) -> int:
     """When a member was changed: an extended header says it to the nanosecond, of which a float loses some."""
     seconds, _, fraction = member.pax_headers.get("mtime", "").partition(".")
     if not (seconds + fraction).isdecimal():
+        # 1 << 33 is in the year 2242; ext4's times end in 2446, and a header may name any number.
         return int(min(max(member.mtime, 0), 1 << 33)) * NS
     return min(int(seconds or "0"), 1 << 33) * NS + int(fraction[:9].ljust(9, "0"))
 
@@ -371,10 +402,13 @@ def unpack(
         open(f"{place}/{RECORD}", "wb") as file,
     ):
         record = TarRecord(file, layer.count)
+        # Contents are bounded by the disk's room, but holes take none; a member has a header and a block that is filled
+        # up.
         stream = TarStream(packed, 2 * max_bytes + max_members * 1024, record)
         _fill(layer, stream, diff_id)
         record.finish(stream.size)
     if not layer.is_complete:
+        # Without it the layer is pulled by each host (decision 28).
         os.unlink(file.name)
     with open(f"{place}/{NEEDS}", "w", encoding="ascii") as file:
         json.dump(asdict(layer.needs), file)
@@ -385,9 +419,11 @@ def _fill(layer: Layer, stream: TarStream, diff_id: str) -> None:
     try:
         layer.fill(stream)
         digest = stream.finish()
+        # `TarStream` fills the last block up with zeros, which a cut-off file's content would be taken from.
         if stream.size < layer.end:
             raise EOFError("unexpected end of data")
     except (tarfile.TarError, *BROKEN, ValueError) as error:
         raise ImageRefused(f"layer {diff_id[:12]} is no tar: {error}") from None
+    # Last, as the digest is that of all bytes; until then nothing uses what was unpacked.
     if digest != diff_id:
         raise ImageRefused(f"layer {diff_id[:12]} is not the one that the image names ({digest[:12]})")

@@ -19,6 +19,7 @@ from isal import isal_zlib
 
 MEMORY_BYTES = 1 << 30
 """Address space of such a process: a header of gigabytes ends it instead of the machine."""
+# As many as the pipe holds (`pulling.PIPE_BYTES`).
 READ_BYTES = 1 << 20
 PIECE_BYTES = 4 << 20
 """Most that a piece is decompressed to at once."""
@@ -34,6 +35,7 @@ class ImageRefused(Exception):
 def decompressed(packed: Iterator[bytes]) -> Iterator[bytes]:
     """What is packed with gzip or zstd, by its first bytes, or not at all: unpacked, in pieces."""
     head = b""
+    # A pipe may give less than four bytes at first.
     while len(head) < len(_ZSTD) and (piece := next(packed, b"")):
         head += piece
     packed = itertools.chain([head], packed)
@@ -61,6 +63,7 @@ def _gunzipped(packed: Iterable[bytes]) -> Iterator[bytes]:
         rest = piece
         while rest := (rest if member else rest.lstrip(b"\0")):
             member = member or isal_zlib.decompressobj(wbits=31)
+            # Bounded, as one piece may decompress a thousandfold.
             yield member.decompress(rest, PIECE_BYTES)
             rest = member.unconsumed_tail
             if member.eof:
@@ -73,9 +76,11 @@ def _from_zstd(packed: Iterator[bytes]) -> Iterator[bytes]:
     """All frames of a zstd file, by the program."""
     if shutil.which("zstd") is None:
         raise ImageRefused("a layer needs zstd, which is not installed on the sandbox server's machine")
+    # A frame says itself how much memory its decompression takes.
     with subprocess.Popen(["zstd", "-dcq", "-M64MB"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdin is not None
         assert child.stdout is not None
+        # In a thread: with both pipes full, neither would go on.
         threading.Thread(target=_feed, args=(child.stdin, packed), daemon=True).start()
         try:
             yield from pieces(child.stdout.fileno())
@@ -84,6 +89,7 @@ def _from_zstd(packed: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _feed(to: IO[bytes], packed: Iterator[bytes]) -> None:
+    # zstd has ended early: what it put out is no whole tar, which its reader notices.
     with contextlib.suppress(BrokenPipeError), to:
         for piece in packed:
             to.write(piece)
@@ -96,10 +102,13 @@ def program(work: Callable[[], object]) -> int:
         Exit code: 0 done, 1 the image is refused (the reason is one line on stderr), 2 the machine failed, 28 the disk
             is full.
     """
+    # Inherited by zstd, and enforced by the kernel on allocations that Python doesn't make itself.
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    # Modes are the image's own.
     os.umask(0)
     try:
         result = work()
+    # stderr's last line is what the server shows.
     except ImageRefused as error:
         print(error, file=sys.stderr)
         return 1
@@ -107,6 +116,7 @@ def program(work: Callable[[], object]) -> int:
         print(f"it can't be read within {MEMORY_BYTES >> 20} MiB of memory ({type(error).__name__})", file=sys.stderr)
         return 1
     except OSError as error:
+        # Names of an image that no file system here takes are the image's fault.
         if error.errno in {errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}:
             print(f"{error.filename or 'a name in it'}: {error.strerror}", file=sys.stderr)
             return 1

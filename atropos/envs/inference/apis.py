@@ -66,7 +66,9 @@ class VllmCompletions(TokenApi):
 
     def body(self, model: str, prompt: Sequence[int], sampling: Mapping[str, object], *, top: int) -> dict[str, Any]:
         """See `TokenApi.body`."""
+        # Also with 0, vLLM reports the logprob of each sampled token itself.
         asked = {"model": model, "prompt": prompt, "logprobs": top, "return_token_ids": True}
+        # `sampling` last, here and below: what an env sets comes before the defaults.
         return {**asked, "add_special_tokens": False, **WHOLE, **sampling}
 
     def read(self, answer: Any) -> list[Completion]:
@@ -74,6 +76,7 @@ class VllmCompletions(TokenApi):
         completions: list[Completion] = []
         for choice in answer["choices"]:
             logprobs = choice["logprobs"]
+            # The first position is enough: it is what `InferenceServer.find` compares.
             tops = (logprobs.get("top_logprobs") or [None])[0] or {}
             completions.append(
                 Completion(
@@ -132,6 +135,7 @@ class AtroposlibGenerate(TokenApi):
         """At each position the sampled token is the first of a dict."""
         completions: list[Completion] = []
         for positions, reason in zip(answer["logprobs"], answer["finish_reasons"], strict=True):
+            # JSON has no numbers as keys, so the ids come as text.
             pairs = [next(iter(position[0].items())) for position in positions]
             tops = positions[0][0].values() if positions else ()
             completions.append(
@@ -161,6 +165,7 @@ class SglangGenerate(TokenApi):
             entries = meta["output_token_logprobs"]
             tops = [entry[0] for entry in (meta.get("output_top_logprobs") or [None])[0] or ()]
             spans = meta.get("weight_versions")
+            # Releases before the spans tell one version for the whole answer.
             if spans is None and (version := meta.get("weight_version")) is not None:
                 spans = [{"version": version, "start": 0, "end": len(entries)}]
             completions.append(
@@ -201,6 +206,7 @@ class LlamaCompletion(TokenApi):
             **PENALTIES,
         }
         asked = {"model": model, "prompt": prompt, "n_predict": sampling.get("max_tokens", -1), "return_tokens": True}
+        # With 0 it reports no probabilities, not even that of the sampled token.
         return {**asked, "post_sampling_probs": True, "n_probs": max(top, 1), **whole, **parameters}
 
     def read(self, answer: Any) -> list[Completion]:
@@ -208,6 +214,7 @@ class LlamaCompletion(TokenApi):
         completions: list[Completion] = []
         for one in answer if isinstance(answer, list) else [answer]:
             entries = one["completion_probabilities"]
+            # A probability may be rounded to 0, of which there is no logarithm.
             tops = [math.log(entry["prob"]) for entry in entries[0]["top_probs"] if entry["prob"]] if entries else []
             completions.append(
                 Completion(

@@ -17,10 +17,12 @@ class PendingCalls:
     @contextlib.contextmanager
     def waiting(self) -> Generator[None]:
         """Around one request; its end, but by a cancellation, is an answer."""
+        # A key that equals no other: the same prompt may be sent several times at once.
         request = object()
         self._since[request] = time.monotonic()
         try:
             yield
+        # A refusal is an answer, too. CancelledError is none, and no `Exception`.
         except Exception:
             self._answered_at = time.monotonic()
             raise
@@ -32,4 +34,5 @@ class PendingCalls:
     def silence(self) -> tuple[int, float]:
         """How many wait, and for how many seconds none was answered while at least one of them waited."""
         now = time.monotonic()
+        # From the later of both: before the oldest request there was nothing to answer.
         return len(self._since), now - max(min(self._since.values(), default=now), self._answered_at)

@@ -98,6 +98,7 @@ class InferenceServer:
             return  # what is wrong shows at the first request
         if not cards:
             return
+        # atroposlib's own default for a name that nobody has set.
         if self.model in {"", "default"}:
             self.model = next(iter(cards))
         elif self.model not in cards and any(card.get("owned_by") in NAMES_CHECKED for card in cards.values()):
@@ -113,6 +114,7 @@ class InferenceServer:
                     "itself: merge it into the model, or serve it with vLLM"
                 )
             card = base
+        # vLLM's and SGLang's name; llama.cpp's.
         length = card.get("max_model_len") or (card.get("meta") or {}).get("n_ctx")
         self.context_tokens = int(length) if length else None
 
@@ -126,11 +128,14 @@ class InferenceServer:
 
         What it says holds for the last `since_s` seconds, and until the next look.
         """
+        # A pause is noticed at the first look within it; it began somewhere since the look before.
         began, halted = time.monotonic() - since_s, False
+        # A copy, as the loop removes those that the server doesn't have.
         for path in [*self._halts]:
             try:
                 halted |= (await self._answer("GET", path, timeout=HALT_TIMEOUT))[path[1:]] is True
             except (Refused, aiohttp.ClientError, TimeoutError) as error:
+                # A server that is busy or away says nothing: what it last said stays.
                 if getattr(error, "status", None) not in ABSENT:
                     return
                 self._halts.remove(path)  # it doesn't tell
@@ -154,13 +159,17 @@ class InferenceServer:
                 first = await self._top_logprob(api, prompt, TEMPERATURES[0])
                 break
             except (Refused, InferenceError) as error:
+                # It speaks this API, and fails: another one would fail as well, or hide the reason.
                 if isinstance(error, _NoToken) or (error.status is not None and error.status not in ELSEWHERE):
                     raise
                 failures.append(error)
         else:
+            # A refusal (400, 422) says more of what is wrong than "not found".
             raise next((error for error in failures if error.status not in ABSENT), failures[0])
+        # Asked of each server: vLLM's `--logprobs-mode` decides it, and no API tells which one is set.
         second = await self._top_logprob(api, prompt, TEMPERATURES[1])
         self.raw_logprobs = abs(first - second) <= SAME * abs(first) + LEAST
+        # Last, as it is what `complete` goes by.
         self.api = api
 
     async def _top_logprob(self, api: TokenApi, prompt: Sequence[int], temperature: float) -> float:
@@ -175,6 +184,7 @@ class InferenceServer:
                     )
             except (Refused, InferenceError, aiohttp.ClientError) as error:
                 attempt += 1
+                # No try would change what the server doesn't speak.
                 if getattr(error, "status", None) in ELSEWHERE or attempt == TRIES:
                     raise
                 await asyncio.sleep(backoff_s(attempt, first_s=0.2, longest_s=5.0))
@@ -188,7 +198,9 @@ class InferenceServer:
         Raises:
             Refused, InferenceError, aiohttp.ClientError: no usable answer.
         """
+        # No lock on the way that nearly all calls take.
         if self.api is None:
+            # A group's members all begin at once; one of them finds out, the others wait.
             async with self._finding:
                 if self.api is None:
                     await self.find(prompt)
@@ -205,6 +217,7 @@ class InferenceServer:
         except _MALFORMED as error:
             what = f"has no {error}" if isinstance(error, KeyError) else f"is invalid ({type(error).__name__}: {error})"
             raise InferenceError(f"the inference server's answer {what}"[:300]) from error
+        # The logprobs would be of another context than the one that is trained on.
         if told is not None and list(told) != list(prompt):
             raise InferenceError(
                 "the inference server changed the prompt's tokens (a doubled BOS token?); it must use them as they are",
@@ -220,6 +233,8 @@ class InferenceServer:
         timeout: aiohttp.ClientTimeout | None = None,
     ) -> Any:
         if self._session is None:
+            # At most `capacity` trajectories call at once already; aiohttp's limit of 100 would let the others wait
+            # unseen.
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_S)
             self._session = aiohttp.ClientSession(connector=connector, headers=self._headers, timeout=self._timeout)
         limit = timeout or self._timeout

@@ -37,6 +37,7 @@ class Activity:
         try:
             yield
         finally:
+            # Each attempt has an id of its own, so this is never a later one's.
             del self.running[trajectory_id]
 
     @contextlib.contextmanager

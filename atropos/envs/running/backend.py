@@ -55,13 +55,16 @@ class ToolBackend:
             ConfigError: a setting is wrong or not available.
         """
         config = self._config.executor_config()
+        # The pool's and the executor's errors then name fields as the env's user has set them.
         with own_field_names(self._config):
             self.pool = SlotPool(self._config.pool_config())
             await self.pool.start()
             if config.allow_network:
+                # Found out once, before any trajectory: else each of them would fail at its first lease.
                 config = config.model_copy(update={"allow_network": await self._network(self.pool)})
             executor = ToolExecutor(pool=self.pool, tools=tools, config=config)
             await executor.start()
+        # Last: `running` says that trajectories may begin.
         self._executor = executor
 
     async def _network(self, pool: SlotPool) -> bool:
@@ -71,6 +74,7 @@ class ToolBackend:
             ConfigError: `allow_network` was set and is not available.
         """
         try:
+            # A lease, as only a container's server knows whether its machine can give egress.
             async with pool.lease("network-probe", network=True):
                 return True
         except NotSupported as error:
@@ -81,9 +85,11 @@ class ToolBackend:
 
     async def stop(self) -> None:
         """Release every trajectory and stop the containers. Idempotent."""
+        # Both at once, before the first await: a second `stop` finds nothing, and a new call no executor.
         executor, self._executor = self._executor, None
         pool, self.pool = self.pool, None
         if executor is not None:
+            # The executor first: it gives slots back to the pool.
             await bounded("the tool executor", executor.close(), 20)
         if pool is not None:
             await bounded("the slot pool", pool.stop(purge_job=self._config.purge_job_on_shutdown), 60)
@@ -98,6 +104,7 @@ class ToolBackend:
         slot = await self.executor.slot(trajectory_id)
         snapshot = await slot.snapshot()
         try:
+            # The slot is of no more use, and others wait for one; the snapshot stands by itself.
             await self.executor.release_trajectory(trajectory_id)
         except BaseException:
             await snapshot.drop()
@@ -114,6 +121,7 @@ class ToolBackend:
         try:
             yield
         except AcquireTimeout as error:
+            # With no slot leased, nothing will come free: that is a failure, which counts against the retries.
             at_work = self.pool is not None and self.pool.stats().leased > 0
             if at_work and not self.executor.has_slot(trajectory_id):
                 raise NoSlotYet(str(error)) from error

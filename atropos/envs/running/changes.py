@@ -33,6 +33,7 @@ class WorkspaceChanges:
         self._executor, self._trajectory, self._wanted = executor, trajectory_id, wanted
         self._slot: Slot | None = None
         self._before, self._note = b"", ""
+        # The calls of one turn run at once; all of them wait until the folder has been read.
         self._once = asyncio.Lock()
 
     def watched(self, run: ExecuteTool) -> ExecuteTool:
@@ -43,9 +44,11 @@ class WorkspaceChanges:
         async def watched(call: ToolCall) -> ToolResult:
             async with self._once:
                 tool = self._executor.tools.get(call.name)
+                # Not at the start: a trajectory without a call to its slot takes none.
                 if self._slot is None and tool is not None and tool.sandboxed:
                     slot = await self._executor.slot(self._trajectory)
                     archive, self._note = await self._look(slot)
+                    # It stays in memory as long as the trajectory, of which hundreds may run.
                     self._slot, self._before = slot, await asyncio.to_thread(zlib.compress, archive, 1)
             return await run(call)
 

@@ -163,6 +163,7 @@ class GroupCollector:
         except asyncio.CancelledError:
             self._metrics.cancelled_groups += 1
             raise
+        # `ConfigError` and mistakes of the env itself: the next groups would fail in the same way.
         except Exception as error:  # atroposlib would log it, and go on without the group
             self._lifetime.abort(error)
             raise
@@ -173,6 +174,7 @@ class GroupCollector:
         name = self._env.item_name(item)
         try:
             rollouts = await self._in_time(self.rollouts(item, self._config.group_size))
+            # Before anything counts as scored: a trainer would learn from logprobs of another distribution.
             for temperature in {rollout.transcript.temperature for rollout in rollouts}:
                 self._env.check_logprobs(temperature)
             self._check_cut(rollouts)
@@ -187,6 +189,7 @@ class GroupCollector:
             return None
         self._metrics.groups += 1
         self._metrics.scores.extend(rollout.score for rollout in rollouts)
+        # In a row, not in all: a run of days may well lose twenty groups.
         self._dropped_in_a_row = 0
         _log.info("group %s: scores %s", name, " ".join(f"{rollout.score:.2f}" for rollout in rollouts))
         self._notify(Event("group", name, rollouts=tuple(rollouts)))
@@ -198,6 +201,7 @@ class GroupCollector:
     def _check_cut(self, rollouts: list[Rollout]) -> None:
         """By `cut_trajectories`, drop a group with members that a bound ended, or that has no other."""
         cut = [rollout for rollout in rollouts if rollout.cut]
+        # `mask` needs one that is whole, whose score stands for the others' (`scored_group`).
         too_many = {"keep": len(rollouts) + 1, "mask": len(rollouts), "drop": 1}[self._config.cut_trajectories]
         if len(cut) >= too_many:
             reasons = ", ".join(sorted({rollout.stop_reason for rollout in cut}))
@@ -205,6 +209,7 @@ class GroupCollector:
             raise GroupDropped(text, code=CUT)
 
     async def _in_time(self, rollouts: Awaitable[list[Rollout]]) -> list[Rollout]:
+        # By `expired`, this bound is told from a TimeoutError of an env's own code, which is that code's fault.
         allowance = Allowance(self._group_s)
         try:
             async with allowance.once():
@@ -217,6 +222,7 @@ class GroupCollector:
 
     async def _after_drop(self, dropped: GroupDropped) -> None:
         """Slow down after several drops in a row, and end the run after many."""
+        # An agent could otherwise end the run by spoiling its verifiers.
         if dropped.code in NOT_COUNTED:
             return
         self._dropped_in_a_row += 1
@@ -226,6 +232,8 @@ class GroupCollector:
             )
         over = self._dropped_in_a_row - DROPPED_IN_A_ROW // 2
         if over > 0:
+            # In the group's own task, so that its place stays taken, and fewer groups are tried while each of them
+            # fails.
             await asyncio.sleep(min(30.0, 0.25 * 2**over))
 
     async def rollouts(self, item: object, size: int) -> list[Rollout]:
@@ -239,6 +247,7 @@ class GroupCollector:
             ItemLeftOut: no trajectory on it could score.
         """
         name = self._env.item_name(item)
+        # It becomes part of trajectory ids, which name workspaces; the number keeps two groups of one item apart.
         group = f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)[:60]}-{next(self._numbers)}"
         restarts = 0
         while True:
@@ -254,6 +263,7 @@ class GroupCollector:
                 restarts += 1
 
     async def _members(self, item: object, name: str, size: int, group: str, prefix: str) -> list[Rollout]:
+        # In this order: the members have ended, also those cancelled, before their snapshot is dropped.
         async with self._prepared(item, prefix) as snapshot, task_group() as tasks:
             members = [
                 tasks.create_task(self._member(item, prefix, GroupMember(group, i, self._seed(name, i), snapshot)))
@@ -274,6 +284,7 @@ class GroupCollector:
             yield snapshot
         finally:
             if snapshot is not None:
+                # A lost container has taken the snapshot with it.
                 with contextlib.suppress(SandboxError):
                     await snapshot.drop()
 
@@ -286,6 +297,7 @@ class GroupCollector:
             return rollout
 
         rollout = await self._persist(name, once)
+        # Only what is scored; an attempt that fails is counted as a retry.
         self._count(rollout)
         self._notify(Event("trajectory", self._env.item_name(item), rollout=rollout))
         return rollout
@@ -293,6 +305,7 @@ class GroupCollector:
     async def _attempt(self, item: object, trajectory_id: str, member: GroupMember) -> Rollout:
         """One attempt, admitted within the pool's capacity; its slot is always released."""
         name = self._env.item_name(item)
+        # Around the attempt, not the group: while one waits before its retry, another may have its place.
         async with self._backend.admission:
             with (
                 self._metrics.activity.attempt(trajectory_id, name),
@@ -324,6 +337,7 @@ class GroupCollector:
             rollout.seconds = time.perf_counter() - started
             acquire_s = self._backend.executor.acquire_s(trajectory_id)
         finally:
+            # After success as after failure: the next attempt starts in a fresh slot.
             released = time.perf_counter()
             await self._backend.release(trajectory_id)
         rollout.phases |= {"acquire": acquire_s, "reset": time.perf_counter() - released}
@@ -347,6 +361,7 @@ class GroupCollector:
         """
         earlier = failures = 0
         while True:
+            # Before each attempt: while the engine is away, each would fail at once and use up the retries.
             await self._wait_for_engine(what)
             try:
                 with ungrouped():
@@ -354,12 +369,14 @@ class GroupCollector:
             except (HookError, PromptTooLong) as error:
                 raise GroupDropped(f"{what}: {error}", code=error.code) from error
             except (SandboxError, InferenceError) as error:
+                # Counted for the name alone: even an attempt that counts as no failure has used its trajectory id.
                 earlier += 1
                 if isinstance(error, NoSlotYet) or (isinstance(error, SandboxError) and self._backend.outage()):
                     self._metrics.retries[error.code] += 1
                     _log.info("%s waits on: %s", what, error)
                     continue
                 hopeless = isinstance(error, NOT_RETRIED)
+                # The same request would be refused again.
                 refused = isinstance(error, InferenceError) and not error.retryable
                 if hopeless or refused or failures == self._config.trajectory_retries:
                     text = f"{what}: {type(error).__name__}: {error}"
@@ -380,6 +397,7 @@ class GroupCollector:
             await self._backend.wait_for_engine()
         except BackendUnavailable as error:
             self._lifetime.abort(error)
+            # Not the engine's own error: the other members are cancelled, and the group counts as dropped.
             raise GroupDropped(f"{what}: {error}", code=error.code, hopeless=True) from error
 
     def _count(self, rollout: Rollout) -> None:

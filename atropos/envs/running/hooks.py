@@ -70,12 +70,14 @@ class HookCalls:
     @contextlib.contextmanager
     def watched(self) -> Generator[None]:
         """Around a call: records its failure and re-raises it."""
+        # Not undone in a `finally`: a call that was cancelled stays unanswered.
         self.unanswered += 1
         try:
             yield
         except Exception as error:
             self.unanswered -= 1
             if isinstance(error, SandboxError | HookError):
+                # The first: later ones mostly follow from it.
                 self.failure = self.failure or error
             raise
         self.unanswered -= 1
@@ -103,6 +105,7 @@ class HookCalls:
         slot = await self._executor.slot(self.trajectory_id)
         place = posixpath.normpath(slot.profile.path(path))
         folders = filter(None, slot.profile.env.get(FOLDERS, "").split(":"))
+        # The agent has left nothing elsewhere.
         if any(place.startswith(f"{folder}/") for folder in folders):
             await slot.exec(["sh", "-c", '[ ! -L "$1" ] || rm -f -- "$1"', "sh", place])
 
@@ -118,6 +121,7 @@ class HookCalls:
         if self._setup or not paths:
             return
         slot = await self._executor.slot(self.trajectory_id)
+        # Remembered over all calls: a hook may write a module first, and a package that precedes it later.
         brought = [posixpath.normpath(slot.profile.path(path)) for path in paths]
         self._own.update(brought)
         if fault := await make_way(slot, await asyncio.to_thread(preceded, brought, self._own)):
@@ -127,6 +131,7 @@ class HookCalls:
         """The fault of a hook that ended before its calls did, if it is one."""
         if self.unstarted:
             return self._fault("a call was not awaited, so it never ran; write `await` before it")
+        # In a verifying hook it is none: it may give up a command of the agent's that hangs.
         if self._setup and self.unanswered:
             return TaskFault("a call was given up, or was not awaited; give the call itself a timeout")
         return None
@@ -168,12 +173,15 @@ class ExecTool(HookCalls):
             VerifierError: a verifying hook's own file could not be written, unless `check` is False.
             TaskFault: the call failed, and is checked.
         """
+        # A plain method that counts and then returns the coroutine: one that nobody awaits never runs its own first
+        # line.
         self.unstarted += 1
         return self._checked(call, check)
 
     async def _checked(self, call: ToolCall, check: bool | None) -> ToolResult:
         self.unstarted -= 1
         with self.watched():
+            # The executor answers a mistake with an error result, as for a model; a hook's author should see it raised.
             mistake = self._executor.mistake_in(call)
             if mistake is not None:
                 raise self._fault(f"exec_tool: {mistake}")
@@ -183,6 +191,7 @@ class ExecTool(HookCalls):
             result = await self._run(call)
             if not result.success and (self._setup if check is None else check):
                 raise TaskFault(failed_call(call, result))
+            # Tests that lack one of their files may give another verdict, and an agent can bring that about.
             if call.name in WRITES and check is not False:
                 if not result.success:
                     raise self.own_file_fault(failed_call(call, result))
@@ -260,11 +269,14 @@ class Hooks:
             with self.guard(name, kind):
                 value = await self._bounded(name, hook, kind)
         except HookError:
+            # What a hook raises after its slot was lost mostly follows from that, and then it is retried, not the
+            # hook's fault.
             if calls is None or (failure := await calls.settled()) is None:
                 raise
         else:
             if calls is None:
                 return value
+            # Before the await, during which calls that were not awaited may go on and end.
             left_over = calls.left_over()
             failure = await calls.settled() or left_over
             if failure is None:
@@ -288,9 +300,11 @@ class Hooks:
         try:
             with cancelled_from_outside():
                 yield
+        # They have their own codes already; retries and drops go by these.
         except KNOWN:
             raise
         except (Exception, SystemExit) as error:  # unittest.main() and the like exit, and would end the run
+            # A hook's own task group wraps what its calls raise.
             if (inner := only_known(error)) is not None:
                 raise inner from error
             self._metrics.hook_errors[name] += 1
@@ -310,6 +324,7 @@ def _named(hook: str, failure: SandboxError | HookError) -> SandboxError | HookE
 async def run_hook(hook: Callable[[], Value | Awaitable[Value]]) -> Value:
     """What a hook returns, a plain function or a coroutine function."""
     value = hook()
+    # By the value, not by the function: a lambda or a partial may return a coroutine.
     return cast("Value", await value if inspect.isawaitable(value) else value)
 
 

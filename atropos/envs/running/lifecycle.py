@@ -54,6 +54,7 @@ class Lifetime:
 
     def abort(self, error: BaseException) -> None:
         """End the run because of an error in one of its tasks; the first one counts."""
+        # The first: what follows while the run ends is its consequence.
         if self.fatal is None:
             self.fatal = error
             self._stop()
@@ -64,6 +65,7 @@ class Lifetime:
             self._stop()
 
     def _stop(self) -> None:
+        # Cancelled, not killed: `finally` blocks release slots on the way out.
         if self._main is not None:
             self._main.cancel()
 
@@ -79,17 +81,21 @@ class Lifetime:
         """
         self._main = asyncio.current_task()
         signals = _Signals(asyncio.get_running_loop(), self._on_signal)
+        # First, or garbage would be frozen with the rest and never freed.
         gc.collect()
         gc.freeze()
         try:
             yield
         except asyncio.CancelledError:
+            # After a signal the user expects the end of a cancelled command, not an error.
             if self.fatal is not None and self.signal is None:
                 raise self.fatal from None
             raise
         finally:
+            # From here on a second signal, or an error of a task that ends, must not cancel the cleanup.
             self._main = None
             try:
+                # Others may cancel this task, too: atroposlib, or `asyncio.run` at the end.
                 await outlive(close())
             finally:
                 signals.close()
@@ -120,10 +126,13 @@ class _Signals:
         self._timer = self._loop.call_later(BLOCKED_S / 4, self._beat)
 
     def _arrived(self, number: int, frame: FrameType | None) -> None:
+        # Python runs signal handlers between bytecodes of the main thread; `call_soon` would not wake a loop that
+        # sleeps in epoll_wait(2).
         self._loop.call_soon_threadsafe(self._handler, signal.Signals(number))
         if self._repeating is None:
             self._repeating = threading.Thread(target=self._repeat, args=(number,), daemon=True)
             self._repeating.start()
+        # Nowhere else: an exception out of a handler could strike in the middle of asyncio's own bookkeeping.
         if time.monotonic() - self._alive_at > BLOCKED_S and in_hook(frame):
             raise Interrupted(f"interrupted by {signal.Signals(number).name}")
 
@@ -133,12 +142,14 @@ class _Signals:
         assert main is not None
         while not self._closed.wait(BLOCKED_S):
             if time.monotonic() - self._alive_at > BLOCKED_S:
+                # To the main thread, as it must interrupt a blocking system call there (pthread_kill(3)).
                 signal.pthread_kill(main, number)
 
     def close(self) -> None:
         """Put the former handlers back."""
         self._closed.set()
         if self._repeating is not None:
+            # Before the handlers are put back: its last signal would meet the former ones.
             self._repeating.join()
         if self._timer is not None:
             self._timer.cancel()

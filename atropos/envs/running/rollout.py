@@ -155,8 +155,10 @@ def checked_score(value: object, hook: str) -> float:
     Raises:
         HookError: the hook returned something else.
     """
+    # `numpy.str_` is both.
     if isinstance(value, SupportsFloat) and not isinstance(value, str):
         score = float(value)
+        # One NaN makes the whole group's baseline NaN.
         if math.isfinite(score):
             return score
     raise HookError(f"{hook} must return a finite number, not {value!r:.100}")
@@ -210,6 +212,7 @@ def scored_group(
     the others', so that it counts in no baseline; at least one must be whole.
     """
     for rollout in rollouts:
+        # The last place where a transcript of unequal lengths fails here, and not in the trainer.
         rollout.transcript.check()
     whole = [rollout.score for rollout in rollouts if not rollout.cut]
     masked = [mask_cut and rollout.cut for rollout in rollouts]
@@ -290,6 +293,7 @@ def drop_reason(group: ScoredGroup, *, group_size: int, same_scores_dropped: boo
     size = (group.get("group_overrides") or {}).get("group_size", group_size)
     if len(lengths) != size:
         return "wrong_size"
+    # With equal scores all advantages are zero: nothing could be learned from it.
     if same_scores_dropped and len(set(group["scores"])) == 1:
         return "same_scores"
     if max_token_len > 0 and any(length >= max_token_len for length in lengths):

@@ -43,6 +43,7 @@ async def begin(executor: ToolExecutor, trajectory_id: str, config: SandboxEnvCo
     if in_view:
         slot = await executor.slot(trajectory_id)
         programs = program_folders(slot.profile.env)
+        # Before the view is made: what lies elsewhere must be in a folder that it shows.
         await bring(slot, config.verifier_folders, programs)
         optional = [*named_folders(prompt), PACKAGES]
         home = home_of(slot.profile)

@@ -29,6 +29,7 @@ class ChangeFlag:
 
     async def wait(self, timeout_s: float | None = None) -> None:
         """Wait for a change since the last wait, at most `timeout_s` seconds."""
+        # Cleared only after a change: one that comes just as the time runs out stays for the next wait.
         if await set_within(self._event, timeout_s):
             self._event.clear()
 
@@ -48,6 +49,7 @@ class Pace:
     async def turn(self) -> None:
         """Wait for the next turn."""
         now = time.monotonic()
+        # A token bucket as one number: the time of the next turn, at most `burst` turns in the past.
         self._due = max(self._due, now - self._burst * self.every_s) + self.every_s
         await asyncio.sleep(max(0.0, self._due - now))
 
@@ -70,6 +72,7 @@ class Outage:
 
     def noted(self, error: BackendUnavailable, until: str = "the engine answers") -> None:
         """A request failed; the first failure is logged. `until`: what ends the outage."""
+        # The latest reason; only the first is logged.
         self.reason, self._until = str(error), until
         self._cure = ": restart the engine, or raise outage_s" if error.retryable else ""  # else the reason has it
         if self._since is None:
@@ -105,11 +108,13 @@ class BlockingCalls:
 
     async def run(self, call: Callable[[], T], *, changes: bool = False) -> T:
         """Run a call. It continues if the caller is cancelled; with `changes`, `settled` then waits for its end."""
+        # Bounded here: there is no executor that would queue them.
         async with self._turns:
             future = in_thread(call, self._name)
             if changes:
                 self._pending.add(future)  # type: ignore[arg-type]
                 future.add_done_callback(self._pending.discard)  # type: ignore[arg-type]
+            # Cancelling it reaches no running thread: the call goes on.
             return await asyncio.wrap_future(future)
 
     async def settled(self, within_s: float) -> None:
@@ -129,10 +134,12 @@ def in_thread(call: Callable[[], T], name: str) -> Future[T]:
 
 
 def _fulfil(future: Future[T], call: Callable[[], T]) -> None:
+    # Cancelled before the thread began; afterwards a future can't be cancelled any more.
     if not future.set_running_or_notify_cancel():
         return
     try:
         future.set_result(call())
+    # BaseException, too: who awaits the future would wait forever.
     except BaseException as error:
         future.set_exception(error)
 

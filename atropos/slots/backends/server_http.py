@@ -37,6 +37,7 @@ class ServerHttp:
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None or self._session.closed:
             timeout = aiohttp.ClientTimeout(total=ANSWER_S)
+            # A connection for each request: they are rare, and addresses of ended containers are used again by others.
             self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(force_close=True))
         return self._session
 
@@ -52,6 +53,7 @@ class ServerHttp:
                 health = Health.model_validate_json(await answer.read())
         except (aiohttp.ClientError, TimeoutError, OSError, ValidationError):
             return False
+        # A draining server works: it has leases, and will end by itself.
         return health.status in {"ok", "draining"}
 
     async def until_healthy(self, url: str, within_s: float) -> bool:
@@ -91,6 +93,7 @@ class ServerHttp:
             except TimeoutError:
                 if time.monotonic() >= until:
                     return None
+            # Nobody listens: no lease can be there. A time-out is another matter, see above.
             except (aiohttp.ClientError, OSError):
                 return None
 
@@ -110,6 +113,7 @@ class ServerHttp:
                 return True
             if all(each == mine for each in status.live):
                 return False
+            # In doubt it is in use: to keep a container costs less than to end another run's leases.
             if time.monotonic() > deadline:
                 return True
             await asyncio.sleep(LONGEST_PAUSE_S)
@@ -121,5 +125,6 @@ class ServerHttp:
         Unless `deadline_s` is 0, the request is retried for `DOUBT_S` where the server is too busy to answer.
         """
         body = DrainRequest(deadline_s=deadline_s).model_dump_json()
+        # With 0 the container is removed next, whether it has answered or not.
         patience_s = DOUBT_S if deadline_s else 0
         return await self._ask("POST", f"{url}/v1/drain", token, patience_s=patience_s, body=body) is not None

@@ -53,6 +53,7 @@ class ContainerSpec:
 
     def config(self) -> dict[str, object]:
         """The server's settings for ATROPOS_CONFIG: those that differ from the defaults."""
+        # Defaults are left out, so that a new setting doesn't change the fingerprint of containers that run.
         config = self.server.model_dump(mode="json", exclude_defaults=True, exclude=_PLACED_BY_ENGINE)
         config.get("image_store", {}).pop("folder", None)  # mounted at the server's own default
         return {**config, "slots": self.server.slots}
@@ -80,6 +81,7 @@ class ContainerSpec:
     def fingerprint(self, image_id: str = "") -> str:
         """A hash of image, settings and sizes: containers with the same are interchangeable."""
         sizes = [self.room.memory_mib, self.room.pids]
+        # The token is no part of it: each container has its own.
         text = json.dumps([image_id or self.image, self.config(), *sizes], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

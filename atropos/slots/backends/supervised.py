@@ -109,6 +109,7 @@ class SupervisedBackend(Backend):
             if index not in self._places:
                 self._open(index)
         for index in [index for index in self._places if index >= count]:
+            # Popped at once, so that the index is free: growing again starts a new server beside the one that drains.
             self._end(self._places.pop(index), DRAIN_S)
         self.news()
 
@@ -142,6 +143,7 @@ class SupervisedBackend(Backend):
     async def retire(self, container: Container) -> None:
         """End it and start another with its index."""
         place = self._places.get(container.index)
+        # By id: the place may have a new server by now, which nobody has complained of.
         if place is not None and place.container is not None and place.container.id == container.id:
             self._end(place, self._stop_s)
             self._open(container.index)
@@ -154,6 +156,7 @@ class SupervisedBackend(Backend):
             self._end(place, self._stop_s)
         self._places.clear()
         try:
+            # Two tenths more than each server has, so that it is the server's own `stop` that kills.
             await self._tasks.settle(self._stop_s + 0.2)  # then servers that still drain are killed
         finally:
             self.news()
@@ -171,6 +174,7 @@ class SupervisedBackend(Backend):
 
     def give_up(self, failure: Exception) -> None:
         """No server will ever start."""
+        # The first reason: the others are given up for the same one.
         if self._failure is None:
             self._failure = failure
         self.news()
@@ -210,6 +214,7 @@ class _Place:
                     await self._run()
                     return
                 except (BackendUnavailable, ConfigError, IsolationUnavailable) as error:
+                    # A refused configuration or host, which all servers share.
                     if not isinstance(error, BackendUnavailable) and not self._backend.ever_ready:
                         self.trouble = str(error)
                         self._backend.give_up(error)
@@ -217,6 +222,8 @@ class _Place:
                     # after a server was ready once, every error may be temporary
                     if loop.time() - began > PROVEN_S:
                         backoff.worked()
+                    # Pauses grow for each place by itself: on several hosts, one that is away doesn't slow down the
+                    # others.
                     wait = backoff.failed()
                     self.trouble = f"container {self._index}: {error} (failed {backoff.failures} times in a row)"
                     log.warning("%s", self.trouble)
@@ -231,19 +238,23 @@ class _Place:
 
     async def _run(self) -> None:
         """Run one server. Returns after `end`; raises why when it ended by itself."""
+        # A new one for each run: who knew the last server's has no access to this one.
         token = secrets.token_urlsafe(32)
         server = await self._backend.launch(self._index, token)
         try:
             self.container = Container(server.id, self._index, None, token, "starting", place=server.place)
             self._backend.news()
+            # `_serve` never returns, so that the end of this line is always `end`'s.
             await race(self._serve(server, self.container), self._over.wait())
         finally:
+            # Without `end` the server has ended already, or this task was cancelled.
             grace_s = self._grace_s if self._over.is_set() else 0.0
             try:
                 await server.stop(grace_s)
             finally:
                 self.container = None
                 self._backend.news()
+                # Cgroups that stay would count against the machine's number of them.
                 await outlive(server.tidy())
 
     async def _serve(self, server: SupervisedServer, container: Container) -> None:

@@ -96,6 +96,7 @@ class DockerBackend(Backend):
         self._strangers: set[str] = set()
         self._target = 0
         self._image_id = ""
+        # With the start time, as pids are used again.
         self._owner = f"{socket.gethostname()}:{os.getpid()}:{start_time(os.getpid())}"
         self._ever_ready = False
         self._failure: Exception | None = None
@@ -120,10 +121,12 @@ class DockerBackend(Backend):
     async def start(self) -> None:
         """Connect, find the image, adopt or remove containers of an earlier run."""
         await self._calls.run(self._engine.connect)
+        # The id, not the name: all containers of a run have the same image, whatever is built under its name meanwhile.
         self._image_id = await self._calls.run(lambda: self._engine.image_id(self._spec.image))
         if self._purge_on_start:
             await self._purge()
         await self._adopt_or_remove()
+        # What was adopted stays until the pool has said how many it wants.
         self._target = len(self._members)
         self._tasks.spawn(self._watch(), "events")
         self._main = self._tasks.spawn(self._reconcile(), "containers")
@@ -160,6 +163,7 @@ class DockerBackend(Backend):
         member = self._members.get(container.id)
         if member is None or member.container.state == "ending":
             return
+        # Before the removal, which takes seconds: from now on the pool gives it no lease, and another is started.
         self._put(member, state="ending", detail="retired")
         self._tasks.spawn(self._end(member, within_s=min(5.0, self._spec.stop_s)), f"retire {container.id}")
         self._wake.set()
@@ -169,6 +173,7 @@ class DockerBackend(Backend):
 
         Containers that can't be removed because the engine doesn't answer are logged.
         """
+        # First: `_reconcile` would replace what the purge removes.
         await self._tasks.cancel()
         again_s = PURGE_AWAY_S if self._outage.away_s > PURGE_RETRY_S else PURGE_RETRY_S
         # Creations go on though their callers were cancelled: the purge must find these containers.
@@ -207,6 +212,7 @@ class DockerBackend(Backend):
         loop = asyncio.get_running_loop()
 
         def on_event() -> None:
+            # Events are read in the SDK's thread; asyncio's objects belong to the loop's.
             loop.call_soon_threadsafe(self._wake.set)
             loop.call_soon_threadsafe(loop.call_later, LIST_LAG_S, self._wake.set)
 
@@ -226,6 +232,7 @@ class DockerBackend(Backend):
                 await asyncio.sleep(backoff.failed())
         finally:
             if self._stream is not None:
+                # A thread can't be cancelled: it ends with its stream.
                 self._stream.close()
 
     async def _reconcile(self) -> None:
@@ -234,6 +241,7 @@ class DockerBackend(Backend):
             try:
                 containers = await self._calls.run(self._engine.found)
                 unreachable.worked()
+                # `trouble` and `outage` are different now, and pools wait for changes of both.
                 if self._outage.over():
                     self._changed.set()
                 await self._compare(containers)
@@ -250,6 +258,7 @@ class DockerBackend(Backend):
         by_name = {item.name: item for item in containers}
         for member in list(self._members.values()):
             item = by_name.get(member.container.id)
+            # A busy one is not looked at, as it is created or removed just now; its own task sees how that ends.
             if member.busy or (item is not None and item.state == "running"):
                 continue
             self._lost(member, item)
@@ -281,6 +290,7 @@ class DockerBackend(Backend):
         log.warning("container %s ended: %s", name, ending.reason)
         self._trouble = f"container {name} ended: {ending.reason}"
         if not self._ever_ready:
+            # Only as long as none has ever been ready: later the same ends are accidents.
             self._failure = hopeless(ending.code, self._trouble, self._crashes.failures)
         self._changed.set()
         await self._remove(name)
@@ -288,12 +298,14 @@ class DockerBackend(Backend):
     def _correct(self) -> None:
         """Start missing containers, end surplus ones."""
         live = self._live()
+        # After a crash none is started for a while: a server that can't start would be made anew hundreds of times.
         if len(live) < self._target and not self._crashes.left_s:
             for index in missing((member.container.index for member in live), self._target):
                 member = _DockerMember(self._fresh(index), busy=True)
                 self._members[member.container.id] = member
                 self._changed.set()
                 self._tasks.spawn(self._bring_up(member), f"start {member.container.id}")
+        # Twins first, then from the highest index down.
         order = sorted(live, key=lambda m: (not self._is_twin(m), -m.container.index))
         for member in order[: max(0, len(live) - self._target)]:
             if not member.busy:
@@ -323,7 +335,9 @@ class DockerBackend(Backend):
         except BackendUnavailable as error:
             self._trouble = str(error)
             self._crashes.failed()
+            # It may exist although its creation failed: the request was lost, or the start refused.
             await self._remove(container.id)
+            # Not hopeless: `docker image prune` removes what no container uses.
             if isinstance(error, ImageGone):
                 await self._find_image()
             elif isinstance(error, CreationRefused) or (
@@ -384,12 +398,14 @@ class DockerBackend(Backend):
         But not a twin, or each would keep it for the other.
         """
         container = member.container
+        # Asked before the drain, as a drain can't be taken back.
         used = (
             container.url
             and not self._is_twin(member)
             and await self._http.used_by_others(container.url, container.token, self.client_id)
         )
         member.busy = False
+        # The target may have been raised, or the container retired, while its server was asked.
         if used or len(self._live()) <= self._target or member.container.state == "ending":
             return
         self._put(member, state="ending", detail="no longer needed")
@@ -408,6 +424,7 @@ class DockerBackend(Backend):
             await self._calls.run(lambda: self._engine.end(name, within_s=within_s))
             self._unremoved.pop(name, None)
         except BackendUnavailable as error:
+            # `_compare` tries again after each list; until then it is not adopted as another process's.
             self._unremoved[name] = str(error)
 
     # ------------------------------------------------------------------------------------ containers of other processes
@@ -432,6 +449,7 @@ class DockerBackend(Backend):
             if item.name not in self._strangers:
                 log.warning("container %s has another spec and is in use: it is kept", item.name)
             self._strangers.add(item.name)
+        # A young one may be another process's that is starting: it has no address or doesn't answer yet.
         elif item.age_s > self._ready_s:
             await self._remove(item.name, within_s=1)
 
@@ -444,6 +462,7 @@ class DockerBackend(Backend):
                 log.warning("container %s is in use by another client: not purged", item.name)
                 return
             # The leases are this pool's own, or dead clients'; a server that doesn't answer has none.
+            # A drained server ends its slots in order; one that didn't answer is killed at once.
             drained = bool(token and item.url) and await self._http.drain(item.url or "", token or "", 0)
             await self._remove(item.name, within_s=self._spec.stop_s if drained else 0)
 
@@ -455,6 +474,7 @@ class DockerBackend(Backend):
             for each in containers
             if each.state != "created" or each.age_s > CREATION_S or each.owner == self._owner
         )
+        # All of them, although one fails: the others should not be left for its sake.
         for result in await asyncio.gather(*(one(item) for item in mine), return_exceptions=True):
             if isinstance(result, BaseException):
                 raise result

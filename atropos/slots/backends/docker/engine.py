@@ -119,10 +119,12 @@ class DockerEngine:
             ConfigError: its address is none.
         """
         with self._failures():
+            # Two clients, as the SDK has one time limit for all requests of a client.
             self._client, self._lists = self._open(answer_s), self._open(LIST_S)
             self.facts = EngineFacts.read(self._client.version(), self._client.info())
         parts = urlsplit(self.address)
         host = "" if parts.scheme == "unix" else (parts.hostname or "")
+        # Where paths and addresses of the engine are those of this machine.
         self._local = host in {"", LOOPBACK, "localhost", "::1"}
         published = host or self.facts.rootless or self.facts.in_vm
         self._published_at = (LOOPBACK if self._local else host) if published else ""
@@ -143,6 +145,7 @@ class DockerEngine:
         try:
             yield
         except APIError as error:
+            # The SDK raises it also where a container is created from an image that is gone.
             kind = ImageGone if isinstance(error, ImageNotFound) else EngineRefused
             raise kind(self._refusal(error)) from error
         except (DockerException, requests.RequestException, OSError) as error:
@@ -165,6 +168,7 @@ class DockerEngine:
                 return str(self._client.images.get(image).id)
             except ImageNotFound:
                 reason = "it is built locally"
+        # No registry has it; Docker Hub would be asked for a stranger's image of that name.
         if not image.endswith(":local"):
             log.info("%s has no image %s: pulling it", self.facts.name, image)
             try:
@@ -172,6 +176,7 @@ class DockerEngine:
                 return str(self._client.images.get(image).id)
             except (DockerException, requests.RequestException, TimeoutError) as error:
                 reason = str(getattr(error, "explanation", None) or error)
+                # A registry that is away or busy: a retry may help, so it is no ConfigError.
                 if not pull_is_denied(reason):
                     raise BackendUnavailable(
                         f"image (an env's sandbox_image): {self.facts.name} can't pull {image!r}: {reason}"
@@ -202,6 +207,7 @@ class DockerEngine:
                     last = f"{layer} {event.get('status', '')} {event.get('progress', '')}".strip()
 
         pulling = in_thread(pull, "docker pull")  # the SDK gives it no time limit
+        # The thread is left behind after `PULL_S`: it is a daemon, and a pull that goes on harms nothing.
         while not futures.wait([pulling], timeout=min(PULL_NOTE_S, PULL_S)).done:
             still_s = time.monotonic() - moved_at
             text = f"no progress for {still_s:.0f} s; the last that {self.facts.name} said of it: {last}"
@@ -223,11 +229,13 @@ class DockerEngine:
         return ListedContainer(
             id=row["Id"],
             name=row["Names"][0].lstrip("/") if row["Names"] else row["Id"][:12],
+            # Labels are texts that anybody may have set.
             index=int(index) if re.fullmatch(r"\d+", index) else 0,
             spec=labels.get(SPEC, ""),
             owner=labels.get(OWNER, ""),
             state=row["State"],
             age_s=max(0.0, time.time() - row["Created"]),
+            # Listed with the container, which saves an `inspect` for each.
             url=self._url(row),
         )
 
@@ -250,6 +258,7 @@ class DockerEngine:
             CreationRefused: the engine makes no such container.
             BackendUnavailable: it can't be made or started now.
         """
+        # The same for memory and swap together: none is swapped, so a slot's limit means the same everywhere.
         memory = f"{spec.room.memory_mib}m"
         shared = spec.server.image_store.folder
         volumes = {shared: {"bind": IMAGE_FOLDER, "mode": "rw"}} if shared else {}
@@ -266,13 +275,16 @@ class DockerEngine:
                     hostname=HOSTNAME,
                     labels={POOL: self._pool, OWNER: owner, INDEX: str(wanted.index), SPEC: spec.fingerprint(image_id)},
                     environment={"ATROPOS_CONFIG": json.dumps(spec.config()), "ATROPOS_PORT": str(CONTAINER_PORT)},
+                    # Docker's default set has MKNOD, NET_RAW and others that the root phase doesn't need.
                     cap_drop=["ALL"],
                     cap_add=list(CAP_ADD),
                     security_opt=[f"seccomp={self._profile()}"],
+                    # The server makes its slots' cgroups below what it sees as the root (cgroup_namespaces(7)).
                     cgroupns="private",
                     pids_limit=spec.room.pids,
                     mem_limit=memory,
                     memswap_limit=memory,
+                    # json-file has no bound of its own, and a run lasts for weeks.
                     log_config={"Type": "json-file", "Config": {"max-size": "5m", "max-file": "2"}},
                     ports=self._ports(),
                     volumes=volumes or None,
@@ -283,6 +295,7 @@ class DockerEngine:
                 if isinstance(error, ImageNotFound) or error.status_code not in REFUSALS:
                     raise
                 raise CreationRefused(self._refusal(error)) from error
+            # Between create and start: the server reads it at once.
             container.put_archive(TOKEN_DIR, _archive(TOKEN_FILE, wanted.token.encode()))
             container.start()
 
@@ -291,18 +304,22 @@ class DockerEngine:
         path = asset(PROFILE)
         if self.facts.name == "Podman":
             return str(path) if self._local else REMOTE_PROFILE
+        # Compact: it is part of each request, and of each answer to `inspect`.
         return json.dumps(json.loads(path.read_text()))
 
     def _ports(self) -> dict[str, Any] | None:
         """What is published: for an engine of this machine on its loopback alone."""
         if not self._published_at:
             return None
+        # A port of the engine's choice. Without an address Docker publishes on all of them, past the host's firewall
+        # rules.
         return {f"{CONTAINER_PORT}/tcp": (LOOPBACK,) if self._local else None}
 
     def token(self, container_id: str) -> str | None:
         """The bearer token in a container; None when it has none."""
         with self._failures():
             try:
+                # From the container itself, so that only who may use the engine gets it.
                 chunks, _ = self._client.api.get_archive(container_id, f"{TOKEN_DIR}/{TOKEN_FILE}")
             except NotFound:
                 return None
@@ -329,6 +346,7 @@ class DockerEngine:
 
     def _last_words(self, container_id: str) -> str:
         """What a container printed last, errors first; Podman 4's tail has only the end of a line written in parts."""
+        # A few lines before all: a server may have logged for days.
         for stdout, tail in ((False, 5), (True, 5), (False, "all")):
             output: bytes = self._client.api.logs(container_id, stdout=stdout, stderr=True, tail=tail)
             if text := output.decode(errors="replace").strip():
@@ -340,7 +358,9 @@ class DockerEngine:
         with self._failures():
             try:
                 if within_s > 0:
+                    # The SDK adds this time to its own time limit of the request.
                     self._client.api.stop(container_id, timeout=int(within_s))
+                # `force` kills what still runs; `v` removes the anonymous volumes of the image's VOLUME lines, too.
                 self._client.api.remove_container(container_id, force=True, v=True)
             except NotFound:
                 pass
@@ -366,7 +386,9 @@ class DockerEngine:
             on_open(stream)
             on_event()
             for event in stream:
+                # Health checks and `docker exec` say nothing of a container's state, and may come every second.
                 if not str(event.get("status", "")).startswith("exec_"):
+                    # Once the stream is open: what changed before was not reported.
                     on_event()
 
     def close(self) -> None:
@@ -380,6 +402,7 @@ def _archive(name: str, data: bytes) -> bytes:
     """A tar with one file that only root reads."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
+        # The folder, too, which only root may enter.
         folder = tarfile.TarInfo(name.rpartition("/")[0])
         folder.type, folder.mode = tarfile.DIRTYPE, 0o700
         archive.addfile(folder)

@@ -43,6 +43,7 @@ class LocalBackend(SupervisedBackend):
         if self.config.base is None and self.config.slot_image is None and not os.path.isdir("/rootfs"):
             # without a network nothing is installed from elsewhere
             log.log(logging.WARNING if self.config.allow_network else logging.INFO, HOST_AS_BASE)
+        # At the start, as a killed process can't clean up after itself.
         remove_stale_scratch()
         self.scratch = make_scratch()
 
@@ -79,6 +80,7 @@ class LocalServer(ServerProcess):
             folder.chmod(0o755)  # the server passes through it as another user
         except OSError as error:  # no space, or somebody has removed `scratch`
             raise BackendUnavailable(f"a sandbox server could not be started: {error}") from error
+        # PR_SET_PDEATHSIG (prctl(2)): a trainer killed with SIGKILL leaves no servers.
         own = config.model_copy(update={"die_with_parent": True, "state_dir": str(folder)})
         server = await cls.start(own, command)
         server.folder = folder
@@ -115,6 +117,8 @@ def make_scratch() -> Path:
             path = Path(tempfile.mkdtemp(prefix=f"atropos-{pid}-{start_time(pid)}-"))
             try:
                 path.chmod(0o755)  # the server passes through it as another user
+                # Between mkdtemp and the lock another process may take it for a stale one, and remove it: then once
+                # more.
                 if lock(path):
                     return path
             except OSError:
@@ -134,6 +138,7 @@ def lock(path: Path) -> bool:
         OSError: its file system has no locks, as Lustre may not.
     """
     try:
+        # /tmp is everybody's: O_NOFOLLOW, as a link of this name may lead anywhere.
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return False
@@ -150,6 +155,7 @@ def lock(path: Path) -> bool:
 
 def remove_scratch(path: Path) -> None:
     """Remove a scratch folder, empty folders only: files in a mount that shows here are kept."""
+    # rmdir alone, which removes no file, and no folder that something is mounted on here (EBUSY).
     for folder, _, _ in os.walk(path, topdown=False):
         with contextlib.suppress(OSError):
             os.rmdir(folder)
@@ -165,5 +171,6 @@ def remove_stale_scratch() -> None:
     """
     with contextlib.suppress(OSError):  # without locks, unused ones can't be told from those in use
         for path in Path(tempfile.gettempdir()).glob("atropos-*"):
+            # Cheap tests first: most folders are of processes that run.
             if (match := _SCRATCH.match(path.name)) and start_time(int(match[1])) != int(match[2]) and lock(path):
                 remove_scratch(path)

@@ -55,6 +55,7 @@ def server_environment() -> dict[str, str]:
     env = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
     here = str(Path(atropos.__file__).resolve().parent.parent)
     env["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
+    # Its ready line and its log go to pipes, which Python would buffer in blocks.
     env["PYTHONUNBUFFERED"] = "1"
     return env
 
@@ -70,6 +71,7 @@ class ServerProcess:
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
+        # Read now: this process may be moved to another cgroup before the server ends.
         self._groups = cgroup_paths.own_places()
         self.pid = process.pid
         self._name = cgroup_paths.server_name(process.pid)
@@ -94,6 +96,7 @@ class ServerProcess:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
                 env=server_environment(),
+                # The trainer's folder may be unmounted or removed while the server runs.
                 cwd="/",
                 start_new_session=True,  # Ctrl-C in a terminal is for the trainer, which ends its servers in order
             )
@@ -102,6 +105,7 @@ class ServerProcess:
         self = cls(process)
         assert process.stdin is not None
         with contextlib.suppress(OSError):  # it has ended: its exit code says why
+            # On stdin, with the token: /proc shows a process's arguments to every user, and its environment to its own.
             process.stdin.write(server_json(config))
             await process.stdin.drain()
         process.stdin.close()
@@ -126,6 +130,7 @@ class ServerProcess:
             self.port = int(json.loads(line)["port"])
         except (ValueError, KeyError, TypeError):
             raise BackendUnavailable(f"a sandbox server printed {line[:200]!r} in place of its ready line") from None
+        # Nothing else is expected there, but a pipe that nobody reads would stop its writer after 64 KiB.
         self._tasks.spawn(self._drain(), "stdout")
 
     async def _first_line(self) -> bytes:
@@ -133,6 +138,7 @@ class ServerProcess:
         assert self._process.stdout is not None
         try:
             return await self._process.stdout.readline()
+        # asyncio's way to say that a line exceeds the reader's limit.
         except ValueError:
             return b"a line without end"
 
@@ -148,6 +154,7 @@ class ServerProcess:
 
     async def ended(self) -> Exception:
         """Wait until it has ended and its log is read. Returns why it ended: one of the errors of `ready`."""
+        # The log after the end: its last line says why.
         code = await self._process.wait()
         with contextlib.suppress(TimeoutError):  # a child of it may still hold the pipe
             async with asyncio.timeout(1):
@@ -197,6 +204,7 @@ class ServerProcess:
         rest = ""
         while chunk := await self._process.stderr.read(65_536):
             *lines, rest = (rest + chunk.decode(errors="replace")).split("\n")
+            # A line that never ends must not grow in memory.
             rest = rest[-LOG_LINE_CHARS:]
             for line in lines:
                 self._lines.append(line[-LOG_LINE_CHARS:])

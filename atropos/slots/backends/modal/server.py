@@ -87,11 +87,13 @@ class ModalServer:
 
     async def _start(self, timeout_s: float) -> None:
         # a sandbox may be created though this is cancelled: `stop` waits for it
+        # Shielded below for the same reason.
         self._creating = self._tasks.spawn(self._create(), "create", awaited=True)
         sandbox = await asyncio.shield(self._creating)
         sandbox.stdin.write(server_json(self._config))
         sandbox.stdin.write_eof()
         await sandbox.stdin.drain.aio()
+        # Modal may print lines of its own before the server's.
         async for line in sandbox.stdout:
             with contextlib.suppress(ValueError):
                 if "port" in json.loads(line):
@@ -100,6 +102,7 @@ class ModalServer:
             raise await self.ended()
         tunnels = await sandbox.tunnels.aio()
         self.url = tunnels[CONTAINER_PORT].url
+        # A tunnel is there some time before it leads anywhere.
         if not await self._http.until_healthy(self.url, timeout_s):
             raise BackendUnavailable(f"Modal: {self.url} leads to no sandbox server")
 
@@ -123,6 +126,7 @@ class ModalServer:
         """Wait until the server and its sandbox have ended. Returns why: one of the errors of `ready`."""
         assert self._creating is not None
         sandbox = await self._creating
+        # While Modal's API is away, the server itself says that it runs.
         while not await self._ended(sandbox) and self.url and await self._http.until_healthy(self.url, DOUBT_S):  # noqa: ASYNC110 (Modal is asked)
             await asyncio.sleep(AGAIN_S)
         last = last_line(())

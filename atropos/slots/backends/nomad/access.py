@@ -60,6 +60,7 @@ class NomadAccess:
         )
         if bool(access.client_cert) != bool(access.client_key):
             raise ConfigError("NOMAD_CLIENT_CERT and NOMAD_CLIENT_KEY belong together: set both or none")
+        # Once at the start, so that a wrong file is named here and not in a request's error.
         access.tls()
         return access
 

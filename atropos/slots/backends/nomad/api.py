@@ -47,6 +47,7 @@ class _TlsAdapter(HTTPAdapter):
 
     def __init__(self, access: NomadAccess) -> None:
         self._access = access
+        # As many as `BlockingCalls` runs at once.
         super().__init__(pool_maxsize=4)
 
     def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
@@ -64,6 +65,7 @@ class NomadApi:
         self.job_id = job_id
         self._secret_path = f"nomad/jobs/{job_id}"
         session = requests.Session()
+        # requests would also take credentials from ~/.netrc.
         session.trust_env = False  # proxy variables are for the internet, not for the cluster
         if access.tls() is not None:
             session.mount("https://", _TlsAdapter(access))
@@ -83,6 +85,7 @@ class NomadApi:
             session=session,
         )
         self._calls = BlockingCalls("nomad", at_once=4)
+        # A request may wait for its turn as long as another one takes.
         self._answer_s = 2.0 * ANSWER_S
         self._session: aiohttp.ClientSession | None = None
 
@@ -123,6 +126,7 @@ class NomadApi:
             if not isinstance(response, requests.Response):
                 raise unreachable(self.access, response) from error
             reason = response.text.strip()[:1000] or response.reason
+            # Nomad says "Permission denied" whatever is missing; who the token is makes the cure clear.
             if response.status_code in DENIED and not from_proxy(response.status_code, reason):
                 known = await self._whoami()
                 raise denied(self.access, what, response.status_code, known) from error
@@ -142,6 +146,7 @@ class NomadApi:
         """The token's name and policies, as far as Nomad shows them; None: Nomad knows no such token."""
         try:
             async with self._get("/v1/acl/token/self", [], timeout=aiohttp.ClientTimeout(total=5)) as answer:
+                # Older releases answer 500 for an unknown token.
                 if answer.status in DENIED or (answer.status == HTTP_ERROR and "token" in await answer.text()):
                     return None
                 body: Json = await answer.json() if answer.ok else {}
@@ -182,6 +187,7 @@ class NomadApi:
             ConfigError: the definition or a variable is wrong; the message is the parser's.
         """
         lines = "\n".join(f"{name} = {value}" for name, value in variables.items())
+        # By the agent, as only Nomad itself has a parser of its HCL.
         body = {"JobHCL": hcl, "Variables": lines, "Canonicalize": True}
         try:
             return await self._ask(
@@ -203,12 +209,14 @@ class NomadApi:
 
     async def register(self, job: Json, *, modify_index: int) -> bool:
         """Register a job if it is unchanged since `modify_index` (0: if there is none); False: it has changed."""
+        # Check-and-set: of two processes that register at once, one is refused and reads what the other wrote.
         body = {"Job": job, "EnforceIndex": True, "JobModifyIndex": modify_index}
         try:
             await self._ask(
                 "register the job", lambda: self._nomad.jobs.request(json=body, method="post").json(), changes=True
             )
         except NomadRefused as error:
+            # Nomad answers 500 with this text; there is no status of its own for it.
             if "Enforcing job modify index" in str(error):
                 return False
             raise
@@ -229,6 +237,7 @@ class NomadApi:
 
     async def allocations(self) -> list[Json]:
         """All allocations of the job that Nomad lists, with addresses and task states."""
+        # /v1/job/ID/allocations has no addresses of ports, so all allocations are asked, filtered by the server.
         params = {"resources": "true", "task_states": "true", "filter": f'JobID == "{self.job_id}"'}
         return await self._ask(
             "list allocations", lambda: self._nomad.allocations.request(method="get", params=params).json(), kind=list
@@ -245,6 +254,7 @@ class NomadApi:
 
     async def last_line(self, allocation_id: str) -> str:
         """The last line of an ended server's log; empty where that can't be read."""
+        # `offset` counts back from the end: the last 2,000 bytes.
         params = [("task", TASK), ("type", "stderr"), ("plain", "true"), ("origin", "end"), ("offset", "2000")]
         timeout = aiohttp.ClientTimeout(total=5)
         for pause_s in LOG_LAGS_S:
@@ -268,6 +278,7 @@ class NomadApi:
         Raises:
             ConfigError: the job has a token, and no certificate or another one than `pair`.
         """
+        # Another process may create the secret in the same moment; then its token is read in the next round.
         for _ in range(3):
             items, index = await self._read_variable()
             if items.get("token"):
@@ -279,6 +290,7 @@ class NomadApi:
                 return JobSecret(items["token"], items.get("certificate") or None)
             if not make:
                 return JobSecret()
+            # Beside what is there: a person may keep other items in the job's variable.
             items |= {"token": secrets.token_hex(32)}
             if pair is not None:
                 items |= {"certificate": pair[0], "key": pair[1]}
@@ -299,6 +311,7 @@ class NomadApi:
         try:
             await self._ask("write the variable", lambda: write(path, payload, namespace, cas=index), changes=True)
         except NomadRefused as error:
+            # 409: the index has changed, and the caller reads again.
             if error.status != HTTPStatus.CONFLICT:
                 raise
 
@@ -312,6 +325,7 @@ class NomadApi:
     def _get(self, path: str, params: list[tuple[str, str]], **options: Any) -> Any:
         if self._session is None:
             headers = {"X-Nomad-Token": self.access.token} if self.access.token else {}
+            # No total: an event stream has no end.
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=SILENCE_S)
             self._session = aiohttp.ClientSession(headers=headers, timeout=timeout)
         params = [*params, ("namespace", self.access.namespace)]
@@ -340,6 +354,7 @@ class NomadApi:
                 (enable_event_broker).
             BackendUnavailable: the stream broke.
         """
+        # Evaluations, too: a container that can't be placed changes no allocation.
         params = [("topic", f"{topic}:{self.job_id}") for topic in ("Job", "Allocation", "Evaluation")]
         silent = False
         try:
@@ -349,6 +364,7 @@ class NomadApi:
                 yield
                 async for chunk in answer.content.iter_any():
                     silent = False
+                    # What changed is not read from the event, as a stream may skip events: it only says when to list.
                     if chunk.strip(b"{}\r\n"):  # more than heartbeats
                         yield
         except TimeoutError as error:
@@ -369,6 +385,7 @@ class NomadApi:
             BackendUnavailable: it can't be reached.
         """
         params = [("index", str(index)), ("wait", f"{BLOCK_S}s")]
+        # Nomad adds up to a sixteenth of the wait, so that not all clients come back at once.
         timeout = aiohttp.ClientTimeout(total=BLOCK_S * 1.2 + ANSWER_S)
         try:
             async with self._get(f"/v1/job/{self.job_id}/allocations", params, timeout=timeout) as answer:
@@ -377,6 +394,8 @@ class NomadApi:
                 await answer.read()  # fails if the stream breaks off
         except (aiohttp.ClientError, TimeoutError, OSError, KeyError, ValueError) as error:
             raise BackendUnavailable(f"Nomad does not answer at {self.access.shown}: {error}") from error
+        # An index that goes back: the cluster was restored or is another one, so the next query must not wait (Nomad,
+        # blocking queries).
         return new if new >= index else 0
 
 

@@ -119,6 +119,7 @@ class NomadBackend(Backend):
             await self._adopt()
         except NomadMisconfigured as error:
             raise ConfigError(str(error)) from error
+        # Last: what fails above leaves no task behind.
         self._tasks.spawn(self._watch(), "changes")
         self._tasks.spawn(self._shrinker.run(self.client_id), "shrinking")
         self._main = self._tasks.spawn(self._follow(), "allocations")
@@ -127,6 +128,7 @@ class NomadBackend(Backend):
         await self._api.find_namespace()
         job = await self._api.job()
         if job is not None:
+            # Also a stopped one: it may have another purpose, and would be taken over by registering this one.
             nomad_job.group_of(job)
         if job is not None and self._purge_on_start:
             await self._purge()
@@ -136,6 +138,7 @@ class NomadBackend(Backend):
             if differences := nomad_job.differences(job, self._spec):
                 self._view.differences = differences
                 log.warning("job %s exists and is taken as it is: %s; %s", self._job_id, differences, OTHERWISE)
+            # Before the list, which makes addresses with http or https by it.
             await read_secret(self._api, self._http, self._view, self._pair)
             self._grower.cluster = await self._api.keys()
             await self._refresh()
@@ -177,9 +180,11 @@ class NomadBackend(Backend):
         """
         item = self._view.known.get(container.id)
         if item is not None and item.run not in self._view.ending:
+            # Before the first await, so that two calls stop it once.
             self._view.ending.add(item.run)
             self._changed.set()
             await self._stops.turn()
+            # The turn may have taken a while, in which Nomad itself replaced it.
             now = self._view.known.get(item.run)
             if now is None or now.state in {"ending", "lost"}:
                 return
@@ -196,9 +201,11 @@ class NomadBackend(Backend):
         What can't be removed because Nomad doesn't answer is logged, after seconds.
         """
         await self._tasks.cancel()
+        # Creations that were sent must have ended, or the purge would come before what it is to remove.
         unanswered_s = PURGE_AWAY_S if self._outage.away_s > PURGE_UNANSWERED_S else PURGE_UNANSWERED_S
         await self._api.settled(unanswered_s)
         try:
+            # Else this process has neither found nor made a job.
             if purge and (self._view.secret.token or self._grower.tried):
                 await persist(
                     self._purge, lambda error: PURGE_RETRY_S if isinstance(error, NomadRefused) else unanswered_s
@@ -237,6 +244,7 @@ class NomadBackend(Backend):
                         self._wake.set()
                         continue
             except NomadRefused as error:
+                # A refusal for good, as of an agent without an event broker; 429 and 5xx may pass.
                 if self._streams and error.status < 500 and error.status != 429:
                     log.info("no event stream, using blocking queries: %s", error)
                     self._streams = False
@@ -256,13 +264,17 @@ class NomadBackend(Backend):
         pause = POLL_S
         while True:
             await self._wake.wait(pause)
+            # After the wake: all changes of the time until the turn are in one list.
             await self._lists.turn()
             began = time.monotonic()
             try:
+                # Without a stream nothing reports that a container still can't be placed: ask again soon.
                 sure = await self._refresh() and (self._streams or len(view.known) >= view.target)
+                # After the list: a job that is gone by now is seen together with its last allocations.
                 await self._notice(await self._api.job())
                 pause = POLL_S if sure else DOUBT_S
                 if view.unplaced_since is not None and not view.ever_ready and view.failure is None:
+                    # Nothing will be reported while nothing can be placed, and `placement_s` has to run out on time.
                     pause = min(pause, max(0.1, view.unplaced_since + view.placement_s - time.monotonic()))
                 self._lists.every_s = min(LONGEST_LIST_S, max(LIST_S, LIST_SHARE * (time.monotonic() - began)))
                 backoff.worked()
@@ -314,6 +326,7 @@ class NomadBackend(Backend):
         """List the allocations; False when the list contradicts servers that answer, which are then kept."""
         view = self._view
         rows = view.read(await self._api.allocations())
+        # A server of Nomad that lost its leader or its state may list nothing while all containers run.
         answering = await self._answering(view.doubtful(rows))
         now = view.merge(rows, answering)
         if view.needs_token(now):
@@ -326,8 +339,10 @@ class NomadBackend(Backend):
                 self._waiting.add(run)
                 self._tasks.spawn(self._await_answer(run, url), f"first answer of {run}")
         placement = placement_failures(await self._api.evaluations()) if view.lacking else ""
+        # `view` has no clock and makes no requests, so that tests can give it both.
         view.judge_placement(placement, time.monotonic())
         if (item := view.latest_failing()) is not None:
+            # The log is read once for each run: from the client's node, which may be slow.
             new = item.run not in view.diagnosed and item.exit_code is not None
             view.judge_crash(item, await self._api.last_line(item.id) if new else "")
         if self.trouble() not in {trouble, ""}:
@@ -348,6 +363,7 @@ class NomadBackend(Backend):
         try:
             while run in self._view.known:
                 async with self._first_answers:
+                    # From its first turn on: a queue of thousands says nothing of this server.
                     started = started or time.monotonic()
                     answers = await self._http.until_healthy(url, within_s=1.0)
                 if answers:

@@ -66,11 +66,13 @@ class Grower:
         refused: NomadRefused | None = None
         for _ in range(CHANGES):
             job = await self._api.job()
+            # A person's `nomad job stop` is to be respected.
             if job is not None and job.get("Stop") and self._view.live:
                 return  # `_follow` says so; once another client has purged it, it is registered anew
             if job is None or job.get("Stop"):
                 if await self._register(job):
                     return
+            # The count is shared: what is above is another process's, or is lowered by the shrinker.
             elif nomad_job.count(job) >= self._view.target:
                 self._view.deployment = ""
                 self._view.surplus = nomad_job.count(job) > self._view.target
@@ -80,6 +82,7 @@ class Grower:
                 try:
                     await self._raise_count()
                 except NomadRefused as error:
+                    # 5xx: the job changed while it was scaled, or there is no leader at the moment.
                     if error.status < HTTPStatus.INTERNAL_SERVER_ERROR:
                         raise
                     refused = error
@@ -106,9 +109,11 @@ class Grower:
         if stopped is None:
             await self._check_cluster()
         self.tried = True
+        # Before the job: its template waits for the variable, and counts as failing without it.
         await read_secret(self._api, self._http, self._view, self._pair)
         hcl, target = nomad_job.definition(), self._view.target
         chosen = nomad_job.variables(self._spec, self._api.access, self._api.job_id, target, self._extra)
+        # Parsed in each round, since the target may have changed.
         fresh = await self._api.parse(hcl, chosen)
         if registered := await self._api.register(fresh, modify_index=stopped["JobModifyIndex"] if stopped else 0):
             self.cluster = self.cluster or await self._api.keys()
@@ -134,6 +139,7 @@ class Grower:
         The job is registered there all the same, so that a long run goes on; with ACLs, a foreign cluster refuses the
         token.
         """
+        # Signing keys are made with the cluster's state, so none in common means another state.
         keys = await self._api.keys()
         if self.cluster and keys and self.cluster.isdisjoint(keys):
             self.left_behind = True

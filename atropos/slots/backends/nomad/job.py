@@ -48,6 +48,7 @@ def variables(
         ConfigError: `extra` has a variable that the definition doesn't declare (Nomad's parser ignores those), or one
             that a setting of the pool sets.
     """
+    # Of the definition itself, so that it needs no second list here.
     declared = set(re.findall(r'^variable "(\w+)"', definition(), re.MULTILINE))
     if unknown := extra.keys() - declared:
         raise ConfigError(
@@ -81,6 +82,7 @@ def variables(
     if access.region:
         chosen["region"] = hcl(access.region)
     if access.local:
+        # Docker's driver reads the file on the client, which is this machine only here.
         chosen["seccomp_profile"] = hcl(str(asset(PROFILE)))
     return chosen | {name: expression(value) for name, value in extra.items() if name != "config"}
 
@@ -121,6 +123,7 @@ def differences(job: Json, spec: ContainerSpec) -> str:
         "gpus": (server.get("gpus", 0), spec.server.gpus),
         "architecture": (_architecture(job), spec.architecture or _architecture(job)),
     }
+    # A value that the job doesn't have is no difference: an older definition may lack it.
     differing = [
         f"its {name} is {has}, not {own}" for name, (has, own) in pairs.items() if has is not None and has != own
     ]

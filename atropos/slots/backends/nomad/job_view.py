@@ -109,6 +109,7 @@ class JobView:
 
         An earlier purge of the job may have deleted the secret of its successor.
         """
+        # Not with each list: it is a request more, to a path with encryption.
         return bool(now.keys() - self.known.keys()) or any(item.state == "starting" for item in now.values())
 
     def apply(self, rows: Sequence[Allocation], now: dict[str, Allocation]) -> bool:
@@ -119,6 +120,7 @@ class JobView:
             self.ready &= now.keys()
             self.ending &= now.keys()
             self.drained &= now.keys()
+        # By all rows, over ones included: a failed run may be listed for hours, and is to be counted once.
         self.diagnosed &= {item.run for item in rows}
         serving = {item.index for item in self._live() if item.run in self.ready}
         self.failing = [
@@ -126,6 +128,7 @@ class JobView:
             for item in rows
             if item.detail
             and (item.state == "starting" or item.failed)
+            # A failed allocation whose successor answers is history.
             and item.index not in serving
             and item.index < max(self.target, self.placed())
         ]
@@ -171,6 +174,7 @@ class JobView:
         self.placement = placement
         if not placement and not self.lacking:
             self.deployment = ""
+        # What is placed will start; only a job with nothing at all is given up.
         if self._live() or not placement:
             if self.unplaced_since is not None and isinstance(self.failure, BackendUnavailable):
                 self.failure = None
@@ -186,6 +190,7 @@ class JobView:
 
     def judge_crash(self, item: Allocation, last_line: str) -> None:
         """Set why an allocation doesn't start, and whether a retry can help; `last_line` is of its server's log."""
+        # While any other container starts, the fault may be one node's.
         alone = {item.index for item in self._live()} <= {item.index for item in self.failing}
         cure = set_up_fault(item.detail)
         if item.run not in self.diagnosed:
@@ -232,9 +237,11 @@ class JobView:
     def unplaced_count(self, count: int) -> int | None:
         """The count without containers that could not be placed and are no longer wanted; None: it stays."""
         needed = max(self.target, self.placed())
+        # Above `most` the rest belongs to another process.
         return needed if needed < count <= self.most else None
 
     def may_lower(self, index: int, count: int) -> bool:
         """Whether lowering a job's count to `index` ends exactly that container, and it isn't wanted."""
+        # Nomad ends the highest indexes when a count is lowered, so it must be the last one of the job.
         highest = self.placed() <= index + 1 <= count <= max(index + 1, self.most)
         return highest and self.target <= index

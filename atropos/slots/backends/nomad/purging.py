@@ -41,6 +41,7 @@ async def purge_job(api: NomadApi, http: ServerHttp, view: JobView, client_id: s
     await asyncio.gather(*(http.drain(url, token, 0) for url in servers))
     try:
         async with asyncio.timeout(stop_s):
+            # The first query returns at once; then each waits for a change.
             index = 0
             while await _stopped(api) and newest(view.read(await api.allocations())):
                 index = await api.next_change(index)
@@ -51,6 +52,7 @@ async def purge_job(api: NomadApi, http: ServerHttp, view: JobView, client_id: s
         return
     await _settle_evaluations(api)
     await api.deregister(purge=True)
+    # Else another process has registered it again, and its servers need the secret.
     if await api.job() is None:
         await api.drop_secret()
 

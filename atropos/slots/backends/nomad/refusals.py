@@ -127,6 +127,7 @@ def denied(access: NomadAccess, what: str, status: int, known: str | None) -> No
 
 def unreachable(access: NomadAccess, error: object) -> BackendUnavailable:
     """A request without an answer."""
+    # Only real faults of TLS are mistakes in a setting.
     closed = (ssl.SSLEOFError, ssl.SSLZeroReturnError)  # no errors of TLS: an agent ends so, or a balancer without one
     faults = (each for each in _chain(error) if isinstance(each, ssl.SSLError) and not isinstance(each, closed))
     if (fault := next(faults, None)) is None:
@@ -168,6 +169,7 @@ def _chain(error: object) -> Iterator[BaseException]:
     """An exception and its causes, outermost first; libraries store causes in several places."""
     seen: set[int] = set()
     queue: list[object] = [error]
+    # Bounded, as exceptions may name each other in a circle.
     while queue and len(seen) < 50:
         each = queue.pop(0)
         if not isinstance(each, BaseException) or id(each) in seen:

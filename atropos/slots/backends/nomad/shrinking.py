@@ -55,12 +55,15 @@ class Shrinker:
         if (item := self._view.next_shrink()) is None:
             await self._cancel_unplaced()
             return False
+        # A drained one comes again where lowering the count failed.
         if item.run not in self._view.drained:
             if item.url is not None and item.run in self._view.ready:
                 token = self._view.secret.token
+                # No lower index is tried: Nomad ends the highest first, which would be this one.
                 if await self._http.used_by_others(item.url, token, client_id):
                     return False
                 await self._take_over()
+                # First, so that the pool makes no new lease while the server is asked.
                 self._view.ending.add(item.run)
                 self._changed.set()
                 await self._http.drain(item.url, token, LONGEST_DRAIN_S)
@@ -111,6 +114,8 @@ class Shrinker:
 
     async def _set_count(self, job: Json, count: int) -> bool:
         """Register a job as it was read, with another count; False: it has changed since."""
+        # The job as it was read, as another version may have set what this one doesn't know; `scale` knows no
+        # check-and-set.
         nomad_job.group_of(job)["Count"] = count
         if done := await self._api.register(job, modify_index=job["JobModifyIndex"]):
             self._view.most = max(count, self._view.target)

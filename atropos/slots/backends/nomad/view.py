@@ -63,12 +63,15 @@ class Allocation:
     def read(cls, row: Json, *, tls: bool = False) -> Allocation:
         """Read an entry of /v1/allocations?resources=true&task_states=true; `tls`: its server uses TLS."""
         task = (row.get("TaskStates") or {}).get(TASK) or {}
+        # Names have the form `job.group[index]`.
         index = re.search(r"\[(\d+)\]$", row["Name"])
         events: Sequence[Json] = task.get("Events") or []
         detail, exit_code = _task_trouble(events)
         state = _state(row, task)
         return cls(
             id=row["ID"],
+            # Nomad restarts a task within its allocation: the leases of the former server are gone, though the id is
+            # the same.
             run=f"{row['ID']}.{task.get('Restarts', 0)}",
             index=int(index[1]) if index else 0,
             state=state,
@@ -90,6 +93,7 @@ def _state(row: Json, task: Json) -> Literal["starting", "running", "ending", "u
     if client == "lost" or (client == "unknown" and desired != "run"):
         return "lost"
     if desired != "run":
+        # To be stopped and never started: nothing has to end.
         return "ending" if client == "running" else "over"
     if client == "unknown":
         return "unknown"
@@ -100,6 +104,7 @@ def _url(row: Json, scheme: str) -> str | None:
     shared = ((row.get("AllocatedResources") or {}).get("Shared")) or {}
     for port in shared.get("Ports") or []:
         if port.get("Label") == PORT and port.get("HostIP"):
+            # An IPv6 address in a URL (RFC 3986, section 3.2.2).
             host = f"[{port['HostIP']}]" if ":" in port["HostIP"] else port["HostIP"]
             return f"{scheme}://{host}:{port['Value']}"
     return None

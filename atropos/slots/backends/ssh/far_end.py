@@ -30,6 +30,7 @@ READY_S = 3600.0
 async def main() -> int:
     """Run the server until it ends, is asked to end, or loses the connection; returns the exit code."""
     stdin = asyncio.StreamReader(limit=MAX_LINE_BYTES)
+    # As a stream: its end is what says that the connection is lost.
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stdin), sys.stdin)
     line = await stdin.readline()
     try:
@@ -37,6 +38,7 @@ async def main() -> int:
     except ValidationError as error:
         sys.stderr.write(f"{one_line(error)}; is the same version of atropos installed on both sides?\n")
         return BAD_CONFIG
+    # Of far ends that were killed: the pool can't remove them from afar.
     remove_stale_scratch()
     scratch = make_scratch()
     try:
@@ -61,6 +63,7 @@ async def _run(server: LocalServer) -> None:
     sys.stdout.write(json.dumps({"port": server.port}) + "\n")
     sys.stdout.flush()
     why = await server.ended()
+    # 0 is the end that was asked for.
     if server.returncode:
         raise why
 

@@ -109,6 +109,7 @@ class SshServer:
             **place(self._host),
             "config": () if self._ssh_config is None else [self._ssh_config],
         }
+        # TCP alone would notice a host that was switched off only after minutes, or never while nothing is sent.
         options |= {"keepalive_interval": KEEPALIVE_S, "keepalive_count_max": KEEPALIVES}
         try:
             known = asyncssh.SSHClientConnectionOptions(**options).known_hosts
@@ -119,11 +120,13 @@ class SshServer:
         self._connection = await asyncssh.connect(**options)
         self._process = await self._connection.create_process(self._command, encoding=None)
         self._process.stdin.write(server_json(self._config) + b"\n")
+        # The server chooses a free one: several of them may be on one host.
         port = await self._listening(self._process)
         _, probe = await self._connection.open_connection(
             "127.0.0.1", port
         )  # to be refused now, not at the first lease
         probe.close()
+        # Loopback on both sides: the server's port is reachable from no network.
         listener = await self._connection.forward_local_port("127.0.0.1", 0, "127.0.0.1", port)
         self.url = f"http://127.0.0.1:{listener.get_port()}"
 
@@ -145,8 +148,10 @@ class SshServer:
             last = last_line((await self._process.stderr.read()).decode(errors="replace").split("\n"))
         await self._process.wait_closed()
         code = self._process.exit_status
+        # A mistake in a setting, which no retry cures.
         if code in NO_PYTHON or "No module named" in last:
             return ConfigError(f"ssh_python: {self._python!r} on {self._host}: {last}")
+        # No exit status at all: sshd sends one whenever the command has ended.
         if code is None and self._process.exit_signal is None:
             return BackendUnavailable(f"{self._host}: the connection was lost")
         return refused(code, f"{self._host}: {last}") or BackendUnavailable(f"{self._host}: {last}")
@@ -165,6 +170,7 @@ class SshServer:
     async def _gone(self) -> None:
         if self._process is not None:
             with contextlib.suppress(TimeoutError, asyncssh.Error, OSError):
+                # The far end kills the server and removes its folder when its input ends.
                 self._process.stdin.write_eof()
                 async with asyncio.timeout(GONE_S):
                     await self._process.wait_closed()
