@@ -12,7 +12,7 @@ import pytest
 from tests.adapters.peers import HOSTS, needs, run
 
 pytestmark = needs("inspect")
-SELF_CHECKS, OWN_CHECKS = 44, 13
+SELF_CHECKS, OWN_CHECKS = 44, 14
 
 
 def test_its_self_check_passes_whole(tmp_path: Path) -> None:

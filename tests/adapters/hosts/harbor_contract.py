@@ -17,6 +17,7 @@ from atropos.adapters.harbor import AtroposEnvironment
 from atropos.errors import ConfigError
 from atropos.tasks.errors import TaskBroken
 from tests import privileges
+from tests.gpus import gpu_machine
 
 LIMITS = {"memory_mib": 512, "disk_mib": 400, "wall_s": 20}
 POOL = {"backend": "local", "slots_per_container": 2, "max_containers": 1, "limits": LIMITS}
@@ -103,6 +104,20 @@ async def test_a_limit_of_zero_is_none(environment):
         await environment.exec("sleep 60", timeout_sec=1)
     with pytest.raises(RuntimeError, match=r"limits\.wall_s"):
         await environment.exec("sleep 60")
+
+
+@privileges.device_nodes
+async def test_a_trial_has_its_gpus(tmp_path):
+    with gpu_machine() as machine:
+        wants = EnvironmentConfig(gpus=1, gpu_types=["T1000"])
+        async with started(tmp_path, config=wants, **machine.settings()) as made:
+            assert (await made.exec("echo /dev/test-*")).stdout == "/dev/test-gpu0 /dev/test-gpuctl\n"
+        with pytest.raises(ConfigError, match=r"gpu_types: H100 wanted, they are T1000"):
+            await make(tmp_path, config=EnvironmentConfig(gpus=1, gpu_types=["H100"]), **machine.settings()).start(
+                force_build=False
+            )
+    with pytest.raises(RuntimeError, match="GPU"):
+        make(tmp_path, config=EnvironmentConfig(gpus=1))
 
 
 async def test_killed_has_dockers_code(environment):

@@ -20,6 +20,8 @@ from inspect_ai.util._sandbox.self_check import *  # noqa: F403
 
 from atropos.adapters.inspect_ai import AtroposSandbox, AtroposSandboxConfig, read_settings
 from atropos.errors import ConfigError
+from tests import privileges
+from tests.gpus import gpu_machine
 from tests.images.making import entry
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -64,6 +66,18 @@ async def test_mistake_in_a_file_is_named(tmp_path, monkeypatch, text, says):
     (tmp_path / "atropos.yaml").write_text(text)
     with pytest.raises(ConfigError, match=says):
         await AtroposSandbox.task_init("check", "atropos.yaml")
+
+
+@privileges.device_nodes
+async def test_a_sample_has_its_gpus():
+    with gpu_machine() as machine:
+        config = CONFIG.model_copy(update={"gpus": 1, "pool": {**CONFIG.pool, **machine.settings()}})
+        environments = await AtroposSandbox.sample_init("check", config, {})
+        found = await environments["default"].exec(["sh", "-c", "echo /dev/test-*"])
+        assert found.stdout == "/dev/test-gpu0 /dev/test-gpuctl\n"
+        await AtroposSandbox.sample_cleanup("check", config, environments, interrupted=False)
+    with pytest.raises(ConfigError, match="gpus: 1 wanted, a container has 0"):
+        await AtroposSandbox.sample_init("check", CONFIG.model_copy(update={"gpus": 1}), {})
 
 
 async def test_edited_settings_hold_from_then_on(tmp_path):

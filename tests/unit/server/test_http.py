@@ -186,6 +186,16 @@ async def test_counts_fit_together(server, curl):
     assert (found.isolated, found.stateful, found.boot_id) == (True, True, status.boot_id)
 
 
+async def test_leased_gpus_are_counted():
+    async with serving(gpus=3, gpu_type='a "T"') as running, aiohttp.ClientSession() as session:
+        curl = Curl(running, session)
+        for name in ("one", "two"):
+            body = {"lease_id": f"lease-{name}", "client_id": "curl", "limits": {"gpus": 1}}
+            assert (await curl("POST", "/v1/leases", body))[0] == 200
+        text = (await curl("GET", "/metrics"))[1].decode()
+        assert 'atropos_gpus_leased{type="a \\"T\\""} 2\n' in text
+
+
 async def test_token_opens_no_lease(server, curl):
     """What the server shows names neither a lease nor a client: with both unguessable, only the holder can use them."""
     lease_id, client_id = secrets.token_hex(16), secrets.token_hex(16)

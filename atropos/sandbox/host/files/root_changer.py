@@ -52,7 +52,6 @@ class RootChanger:
         await asyncio.get_running_loop().run_in_executor(self._thread, self._change, slot, new_root)
 
     def _change(self, slot: int, new_root: str) -> None:
-        # setns(2) of a mount namespace needs a thread that shares its root and working directory with no other.
         # setns(2) to a mount namespace takes a thread that shares its root and working directory with no other.
         syscalls.setns(slot, syscalls.CLONE_NEWNS)
         try:
