@@ -2,8 +2,9 @@
 
 Each program is a right solution: those of task folders, verified as these say, and HumanEval's own. All run in each
 condition, several at once; one that scores less than 1, or that no score is found for, is named, and the exit code says
-whether there were any. `idle` is as the host is; `busy` has 15 programs a core beside it that compute without end; in
-`storms` processes of the server and its slots are stopped at random moments, for up to two seconds each.
+whether there were any. `idle` is as the host is; `busy` has 15 programs a core beside it that compute without end, on
+an emulated machine (ATROPOS_SLOWNESS) as many as are that load for a slower one; in `storms` processes of the server
+and its slots are stopped at random moments, for up to two seconds each.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import random
 import signal
@@ -33,11 +35,13 @@ from atropos.tasks.folder import load_task
 from atropos.tasks.format.task import Task
 from atropos.tasks.prepare import TaskImages
 from atropos.tasks.verifier.layers import VerifierLayers
+from atropos.testing.waiting import SLOWNESS
 from atropos.wire import SlotLimits
 
 from . import machine
 
-HOGS, STORMS, LONGEST_S = 15 * (os.cpu_count() or 1), 3, 2.0
+HOGS = math.ceil(15 / SLOWNESS) * (os.cpu_count() or 1)
+STORMS, LONGEST_S = 3, 2.0
 LIMITS = SlotLimits(memory_mib=LEAST.slot.memory_mib, disk_mib=LEAST.slot.disk_mib)
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples/tasks"
 Program = Callable[[], Awaitable[float | None]]
@@ -80,8 +84,9 @@ async def storm() -> None:
 @contextlib.asynccontextmanager
 async def host(condition: Condition) -> AsyncGenerator[None]:
     """The host in a condition."""
-    computing = (sys.executable, "-c", "while True: pass")
-    hogs = [await asyncio.create_subprocess_exec(*computing) for _ in range(HOGS * (condition == "busy"))]
+    computing = "import time\nwhile time.process_time() < 600: pass"  # not for ever, should this one be killed
+    start = asyncio.create_subprocess_exec
+    hogs = [await start(sys.executable, "-c", computing) for _ in range(HOGS * (condition == "busy"))]
     storms = [asyncio.create_task(storm()) for _ in range(STORMS * (condition == "storms"))]
     try:
         yield

@@ -5,8 +5,6 @@ import contextlib
 import errno
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -22,7 +20,7 @@ from atropos.tasks.errors import VerifierFailed
 from atropos.tasks.fit import Room, fit
 from atropos.tasks.verifier import artifacts, carry, services
 from atropos.wire import LeaseLimits
-from benchmarks.honest import EXAMPLES, Condition, fitting_tasks, measure
+from benchmarks.honest import EXAMPLES, Condition, fitting_tasks, host, measure
 from tests.e2e.test_humaneval import DATA
 from tests.e2e.test_tasks import Attempt, make_task, pool, working_on
 from tests.processes import descendants
@@ -331,20 +329,7 @@ async def test_stopped_processes_cost_no_reward():
 
 
 PROGRAM = "sum(x * x for x in range(1_000_000))"
-VERIFIERS, AT_ONCE, HOGS = 20, 4, 12 * (os.cpu_count() or 1)
-
-
-@contextlib.contextmanager
-def busy_host():
-    """Programs beside the server that compute for as long as the tests run, and for ten minutes at most."""
-    endless = "import time\nwhile time.process_time() < 600: pass"
-    hogs = [subprocess.Popen([sys.executable, "-c", endless]) for _ in range(HOGS)]
-    try:
-        yield
-    finally:
-        for hog in hogs:
-            hog.kill()
-            hog.wait()
+VERIFIERS, AT_ONCE = 20, 4
 
 
 async def beside_it() -> float:
@@ -365,6 +350,6 @@ async def test_a_busy_host_costs_no_reward(pool, tmp_path):
         async with room, working_on(pool, make_task(tmp_path / str(number), test=test, dockerfile=APP)) as run:
             return (await run.verify()).reward
 
-    with busy_host():
+    async with host(Condition.BUSY):
         within_s = 4 * max([await beside_it() for _ in range(3)])
         assert await asyncio.gather(*(score(n, within_s) for n in range(VERIFIERS))) == [1.0] * VERIFIERS

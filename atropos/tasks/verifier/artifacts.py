@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import tempfile
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from pathlib import Path
 from typing import TypeAlias
 from weakref import WeakKeyDictionary
@@ -28,7 +28,9 @@ _turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKe
 
 
 @contextlib.asynccontextmanager
-async def taken_along(wanted: Sequence[tuple[Slot, str, Sequence[str]]]) -> AsyncGenerator[Carried]:
+async def taken_along(
+    wanted: Sequence[tuple[Slot, str, Sequence[str]]], empty: Collection[str] = ()
+) -> AsyncGenerator[Carried]:
     """Copies of files and folders, on this machine until the end of the body.
 
     Where they are large, this waits for trajectories that have some here, which may wait for a slot; not for ever,
@@ -36,6 +38,7 @@ async def taken_along(wanted: Sequence[tuple[Slot, str, Sequence[str]]]) -> Asyn
 
     Args:
         wanted: where each is, its path, and patterns of what is left out.
+        empty: paths of those that are known to be empty folders.
 
     Raises:
         VerifierFailed: they are too large together, or one can't be read.
@@ -44,25 +47,33 @@ async def taken_along(wanted: Sequence[tuple[Slot, str, Sequence[str]]]) -> Asyn
     async with contextlib.AsyncExitStack() as stack:
         try:
             # Tried small first: how large they are is known once they are here.
-            carried = await _carry(stack, wanted, SMALL_BYTES)
+            carried = await _carry(stack, wanted, empty, SMALL_BYTES)
         except TooLarge:
             loop = asyncio.get_running_loop()
             # Without a turn it goes on: a disk that fills up fails one trajectory, a deadlock would stop all.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(TURN_S):
                     await stack.enter_async_context(_turns.setdefault(loop, asyncio.Semaphore(AT_ONCE)))
-            carried = await _carry(stack, wanted, MAX_BYTES)
+            carried = await _carry(stack, wanted, empty, MAX_BYTES)
         yield carried
 
 
 async def _carry(
-    stack: contextlib.AsyncExitStack, wanted: Sequence[tuple[Slot, str, Sequence[str]]], budget: int
+    stack: contextlib.AsyncExitStack,
+    wanted: Sequence[tuple[Slot, str, Sequence[str]]],
+    empty: Collection[str],
+    budget: int,
 ) -> Carried:
     carried: Carried = []
     with contextlib.ExitStack() as opened:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="atropos-artifacts-")))
         for number, (slot, path, exclude) in enumerate(wanted):
-            artifact = await carry_out(slot, path, folder / str(number), exclude, max_bytes=max(1, budget))
+            to = folder / str(number)
+            if path in empty:
+                to.touch()
+                artifact = CarriedArtifact(to, None)
+            else:
+                artifact = await carry_out(slot, path, to, exclude, max_bytes=max(1, budget))
             budget -= 0 if artifact is None else artifact.content.stat().st_size
             carried.append((path, artifact))
         # Only once all are here: a failed attempt removes its copies before the next one begins.

@@ -242,7 +242,7 @@ async def carry_in(slot: Slot, path: str, carried: CarriedArtifact | None) -> No
     each = f'for f in {every}; do rm -rf -- "$f" || exit; done'  # where these are too many for one command
     empty = f"cd -- {quoted} && {{ rm -rf -- {every} 2>/dev/null || {each}; }}"
     if carried is not None and carried.mode is None:
-        script = f"[ -L {quoted} ] || {{ mkdir -p -- {quoted} && {empty}; }}"
+        script = f"[ -e {quoted} ] || exec mkdir -p -- {quoted}; [ -L {quoted} ] || {{ {empty}; }}"
     else:
         script = f"if [ ! -d {quoted} ]; then rm -f -- {quoted}; elif [ ! -L {quoted} ]; then {empty}; fi"
     cleared = await exec_plain(slot, f"{unlink}; {script}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from atropos.slot_python import SLOT_PYTHON
 from atropos.slots import Slot
@@ -120,6 +121,9 @@ _LOOK = r"""
 programs=0; for each in /proc/[0-9]*; do programs=$((programs + 1)); done; [ $programs -le 2 ] || echo others
 count=$1; shift
 while [ "$count" -gt 0 ]; do
+  holds=
+  for each in "$1"/* "$1"/.[!.]* "$1"/..?*; do [ ! -e "$each" ] && [ ! -L "$each" ] || { holds=yes; break; }; done
+  [ "$holds" ] || [ -L "$1" ] || [ ! -d "$1" ] || echo "empty:$count"
   found=$(find "$1" -type l -print -quit) && [ -z "$found" ] || exit 1
   count=$((count - 1)); shift
 done
@@ -137,32 +141,43 @@ found=$(find "$@" -maxdepth 1 -name '*.dist-info' -cnewer /proc -print -quit) &&
 """
 """Succeeds where there is nothing to bring, as mostly: no link in the folders and no package that is younger than this
 machine. In a fifth of the time that a Python takes; programs of the agent's by these names can deprive it alone. It
-says whether other programs run than PID 1 and itself."""
+says whether other programs run than PID 1 and itself, and which folders are empty, as how many are left to look at."""
 
 
-async def bring(slot: Slot, folders: Sequence[str], programs: Sequence[str] | None = None) -> bool:
+class Looked(NamedTuple):
+    """What is seen of an agent's slot, by its own word, who gains nothing by a lie.
+
+    Attributes:
+        company: whether programs of its run there.
+        empty: those of the folders that are there and hold nothing; those after a link are not looked at.
+    """
+
+    company: bool
+    empty: tuple[str, ...]
+
+
+async def bring(slot: Slot, folders: Sequence[str], programs: Sequence[str] | None = None) -> Looked:
     """Bring it to an agent's folders in its own slot, before a view is opened or artifacts are carried.
 
     Args:
         slot: where the agent worked.
         folders: what will be shown.
         programs: folders that may be virtual environments of the image's; None: packages are of no use.
-
-    Returns:
-        Whether programs of the agent's run there.
     """
     # Where Debian's Python and pip put packages, and the image's environments.
     tops = () if programs is None else ("/usr/local", "/usr", *programs)
     look = ("sh", "-c", _LOOK, "sh", str(len(folders)), *folders, *tops)
-    looked = await exec_plain(slot, look)
-    others = looked.output.startswith("others")
-    if looked.exit_code == 0:
-        return others
+    done = await exec_plain(slot, look)
+    words = done.output.split()
+    empty = (path for left, path in enumerate(reversed(folders), 1) if f"empty:{left}" in words)
+    looked = Looked("others" in words, tuple(empty))
+    if done.exit_code == 0:
+        return looked
     packages = (PACKAGES, str(MAX_PACKAGE_FILES), str(MAX_LIST_CHARS), *tops) if tops else ()
     done = await with_links(slot, _BRING, folders, packages)
     if done.exit_code != 0:
         _log.warning("what the agent has elsewhere is not all shown: %s", done.output[-300:].strip())
-    return others
+    return looked
 
 
 async def with_links(slot: Slot, script: str, folders: Sequence[str], others: Sequence[str]) -> ExecResult:

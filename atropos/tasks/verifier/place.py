@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import posixpath
 from collections.abc import Awaitable, Callable, Sequence
@@ -34,6 +35,7 @@ from atropos.tasks.verifier.surroundings import (
     program_folders,
 )
 from atropos.tasks.verifier.texts import (
+    TaskTexts,
     is_spoken_of,
     makes_links,
     named_folders,
@@ -45,6 +47,8 @@ from atropos.tasks.verifier.texts import (
 from atropos.tasks.verifier.venvs import remove_venvs, venvs_made
 
 _log = logging.getLogger(__name__)
+MAX_READ = 32
+"""Tasks of which it is remembered what their texts say: trajectories of one group are judged at about the same time."""
 
 
 async def place(
@@ -106,11 +110,13 @@ async def _open_view(slot: Slot, task: Task, keep: Keep) -> Surroundings:
     workdir = task.recipe.workdir
     others = [one.source for one in task.artifacts if not f"{one.source}/".startswith(f"{workdir.rstrip('/')}/")]
     read = await asyncio.to_thread(_read, task, (workdir, *others))
+    looked = await bring(slot, (workdir, *others), read.programs)
     # A server that the agent has just started may not listen yet.
-    if await bring(slot, (workdir, *others), read.programs) and keep != "none":
+    if looked.company and keep != "none":
         await wait_for_young(slot, task)
     home = await _home(slot, task)
-    async with taken_along([(slot, path, ()) for path in others]) as carried:
+    empty = () if looked.company else looked.empty
+    async with taken_along([(slot, path, ()) for path in others], empty) as carried:
         try:
             shown = await slot.view(
                 [workdir],
@@ -167,10 +173,16 @@ class _Reading:
 
 
 def _read(task: Task, folders: Sequence[str]) -> _Reading:
-    texts = read_texts(task)
-    workdir = task.recipe.workdir
+    variables = tuple(image_variables(task).items())
+    return _understood(read_texts(task), task.recipe.workdir, tuple(folders), variables)
+
+
+@functools.lru_cache(maxsize=MAX_READ)
+def _understood(
+    texts: TaskTexts, workdir: str, folders: tuple[str, ...], variables: tuple[tuple[str, str], ...]
+) -> _Reading:
     venvs, files = venvs_made(texts, workdir), written(texts.tests, workdir)
-    programs = (*venvs, *venvs_of_tests(texts, workdir), *program_folders(image_variables(task)))
+    programs = (*venvs, *venvs_of_tests(texts, workdir), *program_folders(dict(variables)))
     return _Reading(
         optional=(PACKAGES, *named_folders(texts.whole)),
         programs=programs[:MAX_PROGRAM_FOLDERS],

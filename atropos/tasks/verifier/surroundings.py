@@ -236,7 +236,7 @@ async def hook_profile(slot: Slot, shown: ViewInfo, prompt: str) -> Profile:
         VerifierFailed: the agent left its folders in such a state that this can't be done.
     """
     profile, slot.profile = slot.profile, PLAIN
-    wishes = Wishes.of(TaskTexts(prompt, []))
+    wishes = Wishes.of(TaskTexts(prompt, ()))
     if await take_out(slot, shown.folders, named_programs(prompt), links=not wishes.links, clones=True):
         wishes = wishes.where_links_lead_out()
     # Its time is the moment from which files beside the agent's are the tests' (`verifier_site`).

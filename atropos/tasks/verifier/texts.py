@@ -61,7 +61,7 @@ class TaskTexts(NamedTuple):
     """What a task's instruction and solution say, and what its tests do."""
 
     asked: str
-    tests: list[str]
+    tests: tuple[str, ...]
 
     @property
     def whole(self) -> str:
@@ -71,7 +71,7 @@ class TaskTexts(NamedTuple):
 
 def read_texts(task: Task) -> TaskTexts:
     """Read a task's own files, which takes as long as they are large."""
-    tests = [text for _, text in test_texts(task)]
+    tests = tuple(text for _, text in test_texts(task))
     return TaskTexts("\n".join([task.instruction, *(text for _, text in solution_texts(task))]), tests)
 
 

@@ -1547,7 +1547,7 @@ def test_long_words_take_as_long_as_they_are(text):
     ],
 )  # fmt: skip
 def test_own_venvs_are_seen(test, made):
-    assert list(venvs_made(TaskTexts("Use asked.", [f"#!/bin/bash\n{test}", f"print(1)\n{test}"]), "/app")) == made
+    assert list(venvs_made(TaskTexts("Use asked.", (f"#!/bin/bash\n{test}", f"print(1)\n{test}")), "/app")) == made
 
 
 @pytest.mark.parametrize("part", ["ln -s a", "a", "\n", " ", ";", "; ", "uv venv a;", "-q ", "cd ", "python", "npm -"])
@@ -1557,7 +1557,7 @@ def test_texts_are_read_in_linear_time(part):
         started = time.process_time()
         makes_links([text], ["/app"])
         renames_across([text], ["/app"])
-        venvs_made(TaskTexts("", [text]), "/app")
+        venvs_made(TaskTexts("", (text,)), "/app")
         return time.process_time() - started
 
     seconds(100)
