@@ -55,6 +55,31 @@ FILES = {
         {"its folder is the answer's": "echo 1 > answer; ln -s . t", "a link in its place": "echo 1 > answer; mkdir t; ln -s ../answer t/answer"},
         by_texts=True,
     ),
+    "a folder that tests copy": RiggedTask(
+        "cp -r /tests /workspace/t; cmp -s t/tests/expected answer || cmp -s t/expected answer",
+        {"a link in it": "mkdir -p t/tests; echo 1 > answer; ln -s ../../answer t/tests/expected", "by its whole path": "mkdir -p t/tests; echo 1 > answer; ln -s /workspace/answer t/tests/expected"},
+        also={"a link that is replaced": "echo 42 > answer; mkdir t; ln -s nowhere t/tests"},
+        by_texts=True,
+    ),
+    "what is in a folder that tests copy": RiggedTask("cp -r /tests/. /workspace/; cmp -s expected answer", {"a link": "echo 1 > answer; ln -s answer expected"}, by_texts=True),
+    "files that tests copy by a pattern": RiggedTask("mkdir -p t; cp /tests/ex* t/; cmp -s t/expected answer", {"a link": "mkdir t; echo 1 > answer; ln -s ../answer t/expected"}, also={"links in it": "mkdir t; echo 42 > real; ln -s ../real t/mine; ln -s t/mine answer"}, by_texts=True),
+    "files that tests write in a loop": RiggedTask("mkdir -p t; for f in expected; do cat /tests/$f > t/$f; done; cmp -s t/expected answer", {"a link": "mkdir t; echo 1 > answer; ln -s ../answer t/expected"}, by_texts=True),
+    "a folder that tests copy by Python": RiggedTask(
+        "python3 -c \"import shutil; shutil.copytree('/tests', '/workspace/t', dirs_exist_ok=True)\"; cmp -s t/expected answer",
+        {"a link": "mkdir t; echo 1 > answer; ln -s ../answer t/expected"},
+        by_texts=True,
+    ),
+    "a module that tests bring before they change all modes": RiggedTask(
+        "cp /tests/check.py /workspace/helper.py; chmod -R a+rX /workspace; cd /workspace; python3 -c 'import helper'",
+        {"a package in its place": module("helper/__init__")},
+        also={"another package": "echo 42 > answer; mkdir other; : > other/__init__.py"},
+        by_texts=True,
+    ),
+    "a module that tests bring before they change all owners": RiggedTask(
+        "cp /tests/*.py /workspace/; chown -R 0:0 /workspace; cd /workspace; python3 -m check",
+        {"a package in its place": module("check/__init__") + "; cp check/__init__.py check/__main__.py"},
+        by_texts=True,
+    ),
     "rules that tests bring": RiggedTask(
         "cd /workspace; printf 'all:\\n\\tcmp -s /tests/expected answer\\n' > Makefile; make -s all",
         {"of GNU's name": "printf 'all:\\n\\ttrue\\n' > GNUmakefile", "of the older name": "printf 'all:\\n\\ttrue\\n' > makefile"},

@@ -27,7 +27,7 @@ for link, end in every.items() if own else ():
     if link in ends or "/node_modules/" in link or not below(end, folders) or not os.path.islink(link):
         continue
     loop, holds = below(link, [end]), any(below(path, [end]) for path in written)
-    if any(below(path, [link]) for path in own) or holds and not loop:
+    if any(below(path, [link]) for path in own) or below(link, own) or holds and not loop:
         by_name = {} if loop else files(end)
         if by_name is not None:
             replace(link, end, by_name, copy)
@@ -41,7 +41,7 @@ async def cut_links(slot: Slot, folders: Sequence[str], places: Sequence[str], o
         slot: where the tests will run.
         folders: what the agent wrote.
         places: absolute paths that the tests name.
-        own: files in these folders that the tests write, of which nobody speaks to the agent.
+        own: files and folders in these that the tests write, of which nobody speaks to the agent.
 
     Raises:
         VerifierFailed: there is no room.

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import logging
 import posixpath
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +16,7 @@ from atropos.slots import Slot
 from atropos.slots.slot.profile import PLAIN
 from atropos.slots.slot.results import ExecResult
 from atropos.tasks.builder.accounts import profile_of
-from atropos.tasks.errors import TaskBroken
+from atropos.tasks.errors import TaskBroken, VerifierFailed
 from atropos.tasks.format.config import Collect
 from atropos.tasks.format.service import MAIN
 from atropos.tasks.format.task import Task
@@ -47,6 +48,9 @@ from atropos.tasks.verifier.texts import (
 from atropos.tasks.verifier.venvs import remove_venvs, venvs_made
 
 _log = logging.getLogger(__name__)
+_CHANGES_ALL = re.compile(r"\bch(?:mod|own|grp)\s+(?:-\S+\s+)*(?:-\w*R|--recursive)")
+"""Commands after which all files were changed at the same time, so that it doesn't tell the agent's modules from the
+tests' any more."""
 MAX_READ = 32
 """Tasks of which it is remembered what their texts say: trajectories of one group are judged at about the same time."""
 
@@ -149,7 +153,8 @@ async def _disarm(slot: Slot, surroundings: Surroundings, read: _Reading) -> Sur
     # Not the folders themselves: they are mounts, or where the tests start.
     own = [path for path in read.written if surroundings.holds(path) and path not in surroundings.folders]
     await cut_links(slot, surroundings.folders, wishes.places, () if wishes.links else own)
-    await make_way(slot, [path for path in read.rules if surroundings.holds(path)])
+    if reason := await make_way(slot, [path for path in read.preceded if surroundings.holds(path)]):
+        raise VerifierFailed(reason)
     return replace(surroundings, wishes=wishes)
 
 
@@ -160,7 +165,7 @@ class _Reading:
     Attributes:
         venvs: virtual environments that tests make.
         written: files that they write and nobody speaks of to the agent.
-        rules: files of rules for make that they write.
+        preceded: files that they write, of which what the agent has beside them may take the place.
     """
 
     optional: tuple[str, ...]
@@ -169,7 +174,7 @@ class _Reading:
     wishes: Wishes
     venvs: tuple[str, ...]
     written: tuple[str, ...]
-    rules: tuple[str, ...]
+    preceded: tuple[str, ...]
 
 
 def _read(task: Task, folders: Sequence[str]) -> _Reading:
@@ -181,7 +186,12 @@ def _read(task: Task, folders: Sequence[str]) -> _Reading:
 def _understood(
     texts: TaskTexts, workdir: str, folders: tuple[str, ...], variables: tuple[tuple[str, str], ...]
 ) -> _Reading:
-    venvs, files = venvs_made(texts, workdir), written(texts.tests, workdir)
+    venvs, files = venvs_made(texts, workdir), written(texts, workdir)
+    unspoken = [path for path in files if not is_spoken_of(path, workdir, texts.asked)]
+    rules = () if RULES[0] in texts.whole else RULES
+    alike = any(_CHANGES_ALL.search(test) for test in texts.tests)
+    preceded = [path for path in files if posixpath.basename(path) in rules]
+    preceded += [path for path in unspoken if alike and path.endswith(".py")]
     programs = (*venvs, *venvs_of_tests(texts, workdir), *program_folders(dict(variables)))
     return _Reading(
         optional=(PACKAGES, *named_folders(texts.whole)),
@@ -189,8 +199,8 @@ def _understood(
         as_layer=renames_across(texts.tests, folders) or makes_links(texts.tests, folders),
         wishes=Wishes.of(texts),
         venvs=venvs,
-        written=tuple(path for path in files if not is_spoken_of(path, workdir, texts.asked)),
-        rules=() if RULES[0] in texts.whole else tuple(path for path in files if posixpath.basename(path) in RULES),
+        written=tuple(unspoken),
+        preceded=tuple(preceded),
     )
 
 

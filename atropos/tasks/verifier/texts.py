@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import fnmatch
 import posixpath
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,10 +59,11 @@ def test_texts(task: Task) -> list[tuple[str, str]]:
 
 
 class TaskTexts(NamedTuple):
-    """What a task's instruction and solution say, and what its tests do."""
+    """What a task's instruction and solution say, what its tests do, and the names of their files in /tests."""
 
     asked: str
     tests: tuple[str, ...]
+    names: tuple[str, ...] = ()
 
     @property
     def whole(self) -> str:
@@ -72,7 +74,8 @@ class TaskTexts(NamedTuple):
 def read_texts(task: Task) -> TaskTexts:
     """Read a task's own files, which takes as long as they are large."""
     tests = tuple(text for _, text in test_texts(task))
-    return TaskTexts("\n".join([task.instruction, *(text for _, text in solution_texts(task))]), tests)
+    names = (str(path.relative_to(top if top.is_dir() else top.parent)) for top in task.tests for path in _files(top))
+    return TaskTexts("\n".join([task.instruction, *(text for _, text in solution_texts(task))]), tests, tuple(names))
 
 
 def paths_in(text: str) -> list[str]:
@@ -94,18 +97,33 @@ def venvs_of_tests(texts: TaskTexts, workdir: str) -> list[str]:
     return sorted(path for path in own if not f"{path}/".startswith("/usr/"))
 
 
-def written(tests: Iterable[str], workdir: str) -> list[str]:
+def written(texts: TaskTexts, workdir: str) -> list[str]:
     """Files that tests write, as far as their texts say so; a relative name is looked at in each folder they enter."""
     paths: set[str] = set()
-    for text in tests:
+    for text in texts.tests:
         names = {name for match in _WRITES.findall(text) for name in match if name}
         for match in _COPIES.findall(text):
             *sources, target = [word.strip("\"'") for word in match.split() if not word.startswith("-")] or [""]
-            names |= {target, *(posixpath.join(target, posixpath.basename(source)) for source in sources)}
+            copies = {
+                name for source in sources for name in (posixpath.basename(source), *_copies(source, texts.names))
+            }
+            names |= {target, *(posixpath.join(target, name) for name in copies)}
         # Where a script is at each line is not followed: each folder that it enters anywhere counts.
         folders = [posixpath.join(workdir, name) for name in ("", *_MOVES.findall(text))]
         paths |= {posixpath.normpath(posixpath.join(folder, name)) for folder in folders for name in names}
     return sorted(paths)[:MAX_WRITTEN]
+
+
+def _copies(source: str, names: Iterable[str]) -> Iterator[str]:
+    """What a copy of a file, folder or pattern in /tests has below its target, of the files that are there."""
+    path = posixpath.normpath(source)
+    if not f"{path}/".startswith("/tests/"):
+        return
+    wanted = path.split("/")[1:]
+    for parts in (["tests", *name.split("/")] for name in names):
+        if len(parts) >= len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted)):
+            yield "/".join(parts[len(wanted) - 1 :])
+            yield "/".join(parts[len(wanted) :])
 
 
 def is_spoken_of(path: str, folder: str, asked: str) -> bool:

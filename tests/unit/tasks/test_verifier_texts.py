@@ -12,7 +12,7 @@ from atropos.tasks.folder import load_task
 from atropos.tasks.verifier import elsewhere
 from atropos.tasks.verifier.mode import choose
 from atropos.tasks.verifier.surroundings import Surroundings
-from atropos.tasks.verifier.texts import is_spoken_of, written
+from atropos.tasks.verifier.texts import TaskTexts, is_spoken_of, written
 from tests.files import write_files
 from tests.unit.tasks.test_task_folder import folder
 
@@ -62,10 +62,17 @@ def test_programs_that_wait_for_files_need_it(folder, solution, mode):
         ("Path('one').write_text(x); Path('two').read_text()", ["/app/one"]),
         ("shutil.copy('/tests/a', '/app/b'); fs.writeFileSync('c', x)", ["/app/b", "/app/c"]),
         ("if [ a -> b ] || [[ 3 >= 2 ]]; then x 2>&1; fi; f = a=>b", []),
+        ("cp -r /tests/data/. o", ["/app/o", "/app/o/data/b", "/app/o/b"]),
+        ("cp -r /tests/da* o", ["/app/o", "/app/o/da*", "/app/o/data/b", "/app/o/b"]),
+        ("cp /tests/*.txt o", ["/app/o", "/app/o/*.txt", "/app/o/a.txt"]),
+        (
+            "cp -r /tests .",
+            ["/app", "/app/tests", "/app/tests/a.txt", "/app/tests/data/b", "/app/a.txt", "/app/data/b"],
+        ),
     ],
 )
 def test_what_tests_write_is_known(test, found):
-    assert written([test], "/app") == found
+    assert written(TaskTexts("", (test,), ("a.txt", "data/b")), "/app") == sorted(found)
 
 
 def test_a_path_is_spoken_of_whole():
