@@ -185,6 +185,14 @@ SEEN = {
         ),
         "/a 755\n/b 640\n/c 755\n/c/x.txt 2644\n/c/sub 2755\n/d 4751\n/e 466\n",
     ),
+    "links that lead up behind links": (
+        (
+            "RUN mkdir -p /r/s /t/u && ln -s r/s /l && ln -s ../f /r/s/k && echo r > /r/f && echo top > /f && ln -s ../n/g /r/s/n\n"
+            "RUN ln -s /t/u /r/s/d && ln -s d/../m /r/s/m && echo t > /t/m\n"
+            "FROM one\nCOPY --from=one /l/k /o\nCOPY --from=one /l/m /p\nCOPY a.txt /l/n\nRUN cat /o /p /r/n/g > /h\n"
+        ),
+        "r\nt\nx",
+    ),
     "users of other folders": (
         (
             "RUN touch /h && chmod 666 /h\nUSER app\nWORKDIR w/x\nCOPY a.txt .\nRUN pwd >> /h; stat -c '%n %a %u' /w /w/x a.txt >> /h\n"

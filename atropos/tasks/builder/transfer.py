@@ -213,7 +213,8 @@ async def followed(slot: Slot, path: str) -> str:
             first = tar.next()
         if first is None or not first.issym():
             return path
-        path = posixpath.normpath(posixpath.join(posixpath.dirname(path), first.linkname))
+        # As it is: what `..` behind another link means, the slot's kernel knows.
+        path = posixpath.join(posixpath.dirname(path), first.linkname).rstrip("/") or "/"
     raise TaskBroken(f"{path}: too many links")
 
 
