@@ -44,6 +44,7 @@ async def task_group(
             yield tasks
     except BaseExceptionGroup as errors:
         _, others = errors.split(last)
+        # One error: callers catch kinds of errors, not groups. The others mostly follow from it.
         first = first_of(others or errors)
         raise first from first.__cause__
 
@@ -53,12 +54,14 @@ async def outlive(work: Coroutine[object, None, None]) -> None:
 
     Where the work fails as well, the cancellation is raised and its cause is that failure: neither is lost.
     """
+    # A task of its own: cancelling the caller cancels the wait below, and not the work.
     task = asyncio.get_running_loop().create_task(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:
             await asyncio.wait([task])
         except asyncio.CancelledError as error:
+            # Kept and raised at the end; the loop waits on, however often the caller is cancelled.
             cancelled = error
     if cancelled is None:
         task.result()
@@ -83,6 +86,7 @@ async def race(*work: Coroutine[object, object, T]) -> T:
     tasks = [asyncio.create_task(each) for each in work]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        # Of all that have ended: where two end at once, an error must not be lost behind a result.
         results = [task.result() for task in tasks if task.done()]
         return results[0]
     finally:
@@ -113,6 +117,7 @@ class Tasks:
         """Start a task. Unless its caller awaits it (`awaited`), a failure is logged with its traceback."""
         task = asyncio.create_task(work, name=f"{self._owner}: {name}")
         self._tasks.add(task)
+        # The set also keeps the task alive: the event loop has weak references alone (asyncio.create_task).
         task.add_done_callback(self._tasks.discard)
         if not awaited:
             task.add_done_callback(_log_failure)
@@ -127,6 +132,7 @@ class Tasks:
 
     def stop(self) -> None:
         """Cancel all, and wait for none."""
+        # A copy: `discard` runs as tasks end.
         for task in [*self._tasks]:
             task.cancel()
 
@@ -151,6 +157,7 @@ def cancelled_from_outside(kind: type[Exception] = RuntimeError) -> Generator[No
         yield
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
+        # `cancelling` counts the requests to this very task (Python 3.11); a subclass is our own, as `Interrupted`.
         if type(error) is not asyncio.CancelledError or task is None or task.cancelling():
             raise
         raise kind("what it awaited was cancelled, and not by its caller") from error
@@ -163,6 +170,7 @@ async def done_within(future: asyncio.Future[Any], seconds: float) -> bool:
     the wait did not run then either, or could not be seen.
     """
     while seconds > 0 and not future.done():
+        # In steps, each of which counts at most as itself however long the process stood still within it.
         step = min(seconds, 0.5)
         await asyncio.wait([future], timeout=step)
         seconds -= step
@@ -246,8 +254,10 @@ class Allowance:
     def _look(self) -> None:
         now = self._loop.time()
         passed, self._seen = now - self._seen, now
+        # Later than the timer could be by itself: the loop stood still.
         if passed > 2 * TICK_S:
             self._end += passed - TICK_S
+            # asyncio refuses to reschedule a time-out that has struck.
             if self._limit is not None and not self._limit.expired():
                 self._limit.reschedule(self._end)
 
@@ -262,6 +272,7 @@ def backoff_s(attempt: int, *, first_s: float, longest_s: float) -> float:
 
     The random half keeps clients that failed together from coming back together (AWS' "equal jitter").
     """
+    # min: after a day of failures the power would exceed a float.
     return min(longest_s, first_s * 2 ** min(attempt, 30)) * random.uniform(0.5, 1.0)
 
 
@@ -276,6 +287,7 @@ def retry_after_s(header: str | None) -> float:
             seconds = parsedate_to_datetime(header or "").timestamp() - time.time()
         except (ValueError, OverflowError):
             return 0.0
+    # `float` also reads "inf" and "nan", which no comparison holds for.
     return seconds if 0 < seconds < math.inf else 0.0
 
 

@@ -31,6 +31,8 @@ def start_time(pid: int) -> int | None:
     """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
+            # Behind the last parenthesis: a program's name may have blanks and parentheses itself (proc_pid_stat(5),
+            # field 22).
             return int(file.read().rpartition(b")")[2].split()[19])
     except OSError:
         return None
@@ -44,6 +46,7 @@ def server_name(pid: int) -> str:
 def may_live(name: str) -> bool:
     """Whether the process of a `server_name` is still there, or can't be seen from here, being of another namespace."""
     pid, started, namespace, *_ = [*name.split("-"), "", ""]
+    # A pid means nothing in another namespace, so in doubt it lives.
     if namespace != str(os.stat("/proc/self/ns/pid").st_ino):
         return True
     return pid.isdecimal() and str(start_time(int(pid))) == started
@@ -68,6 +71,7 @@ def of_this_process() -> list[Hierarchy]:
     for line in lines:
         number, names, path = line.split(":", 2)
         controllers = tuple(name for name in names.split(",") if name)
+        # cgroup v2 has hierarchy 0 and no names (cgroups(7)).
         if number == "0":
             hierarchies.append(Hierarchy(2, (), path))
         elif set(controllers) & set(SHOWN):
@@ -135,6 +139,7 @@ def remove_tree(path: Path) -> bool:
     """Remove a tree of cgroups, as far as this process may. False where processes still run in it."""
     ended = True
     with contextlib.suppress(OSError):
+        # From below: a cgroup with children can't be removed. Its files vanish with it.
         for child in path.iterdir():
             if child.is_dir():
                 ended = remove_tree(child) and ended

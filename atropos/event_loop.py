@@ -28,6 +28,7 @@ class EventLoop:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
+        # Not asyncio's own, whose threads start as they are needed; see `started_executor`.
         self._loop.set_default_executor(started_executor())
         self._held: dict[object, Callable[[], Coroutine[Any, Any, None]]] = {}
         """What is given back before the process ends, and how."""
@@ -49,6 +50,7 @@ class EventLoop:
         try:
             return self._submit(call.result()).result()
         except BaseException:
+            # KeyboardInterrupt may strike before `_submit` has returned, when there is no future yet to cancel.
             self._loop.call_soon_threadsafe(call.interrupt)
             raise
 
@@ -64,6 +66,7 @@ class EventLoop:
         with self._submitting:
             if not self._closing:
                 return asyncio.run_coroutine_threadsafe(self._work(work), self._loop)
+        # A coroutine that is never awaited warns when it is collected.
         work.close()
         raise SandboxError(ENDING)
 
@@ -86,6 +89,7 @@ class EventLoop:
 
     def release(self, held: object) -> Future[None] | None:
         """Give it back in the background: this may run in any thread, where garbage is collected. Idempotent."""
+        # One operation of a dict, which no other thread can be in the middle of.
         give_back = self._held.pop(held, None)
         if give_back is None:
             return None
@@ -99,6 +103,7 @@ class EventLoop:
         with self._submitting:
             self._closing = True
         given_back = asyncio.run_coroutine_threadsafe(self._give_back(), self._loop)
+        # Bounded: an engine that hangs must not keep the process.
         concurrent.futures.wait([given_back], timeout=RELEASE_WAIT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -107,6 +112,7 @@ class EventLoop:
         working = [*self._working]
         for task in working:
             task.cancel()
+        # Before the slots go back: work that is cancelled may still use them.
         await asyncio.gather(*working, return_exceptions=True)
         for held in [*self._held]:
             self.release(held)
@@ -131,6 +137,7 @@ class _Interruptible(Generic[T]):
 
     def interrupt(self) -> None:
         """Cancel it, where it hasn't ended."""
+        # Before it has begun there is no task to cancel: then `result` looks here.
         self._interrupted = True
         if self._task is not None:
             self._task.cancel()
@@ -139,6 +146,7 @@ class _Interruptible(Generic[T]):
 def started_executor() -> ThreadPoolExecutor:
     """An executor with all its threads started: an exiting process can start none, and pools need them to close."""
     executor = ThreadPoolExecutor(WORKERS, "atropos-pools")
+    # A thread is started only where none is idle: each must wait until all are there.
     started = threading.Barrier(WORKERS + 1)
     for _ in range(WORKERS):
         executor.submit(started.wait)

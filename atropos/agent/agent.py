@@ -108,6 +108,7 @@ class AtroposAgent:
             messages=messages,
             placeholder=not self._model.exact,
             temperature=self.config.temperature,
+            # A greedy policy's own logprobs would be 0 and minus infinity.
             raw_logprobs=self._model.raw_logprobs or self.config.temperature == 0,
             model=self._model.name,
         )
@@ -126,6 +127,7 @@ class AtroposAgent:
 
     async def _continue(self, transcript: Transcript, last: AgentStep, task: str | None = None) -> bool:
         """Append what the model reads after its turn, if there is room: the calls' results and a further task."""
+        # By them the renderer knows whether the turn is closed already.
         sampled = transcript.tokens[len(transcript) - last.tokens :]
 
         def write(outcomes: Sequence[Outcome]) -> Written:
@@ -152,10 +154,12 @@ class AtroposAgent:
                 span.set(
                     gen_ai__usage__output_tokens=step.tokens, gen_ai__usage__input_tokens=len(transcript) - step.tokens
                 )
+            # After the turn, outside of any `limit`.
             allowance.extend(self._model.lost_s - lost_s)
             steps.append(step)
             if ended is not None:
                 return ended
+            # A call that can't be read is an attempt, which the model is to repeat.
             if not step.calls and not step.unread:
                 return "final"
             await self._run_calls(step, allowance)
@@ -196,6 +200,7 @@ class AtroposAgent:
         stop = self._dialect.stop_ids
         sampling = {**self._sampling(), **({"stop_token_ids": sorted(stop)} if stop else {})}
         sampled = await self._model.generate(transcript.tokens, max_tokens=limit, **sampling)
+        # A server may have sampled more than it was asked for.
         ids = sampled.ids[:limit]
         end = next((index for index, token in enumerate(ids, 1) if token in stop), None)
         cut_off = end is None and (sampled.finish_reason == "length" or len(sampled.ids) > limit)
@@ -224,6 +229,7 @@ class AtroposAgent:
         turn = self._dialect.read_answer(answer, cut_off=answer.finish_reason == "length")
         if answer.unreadable:
             turn = replace(turn, unread=(ParseError(f"the tool call can't be read: {answer.unreadable}", "", 0),))
+        # Counted here with the env's own tokenizer; the server has counted by its own, or not at all.
         if len(turn.ids) > limit:
             turn = replace(turn, ids=turn.ids[:limit], calls=(), unread=())
             answer = replace(answer, finish_reason="length")
@@ -274,4 +280,5 @@ def _with_task(messages: list[Message], task: str) -> list[Message]:
 def seed_for(seed: int, *parts: object) -> int:
     """A 31-bit seed that follows from a base seed and names, the same in every process."""
     digest = hashlib.sha256(json.dumps([seed, *map(str, parts)]).encode()).digest()
+    # 31 bits: servers take a seed as a signed number of 32 or 64 bits.
     return int.from_bytes(digest[:4], "big") >> 1

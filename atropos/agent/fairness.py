@@ -25,6 +25,7 @@ _gates: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = wea
 
 def gate() -> asyncio.Lock:
     """The lock around a piece of work without an await: one such piece in each iteration of the loop."""
+    # A lock for each loop: asyncio's locks belong to the one that they were first waited for in.
     loop = asyncio.get_running_loop()
     if loop not in _gates:
         _gates[loop] = asyncio.Lock()
@@ -41,5 +42,6 @@ async def started_in_turn(work: Callable[[], Coroutine[object, object, Value]]) 
     async with Tasks("turn") as tasks:
         async with gate():
             task = tasks.spawn(work(), "request", awaited=True)
+            # The task begins here, and runs up to its first wait, while the lock is held.
             await asyncio.sleep(0)
         return await task

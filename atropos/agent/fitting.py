@@ -40,6 +40,7 @@ def fitting(
     written = write(outcomes)
     if len(written[1]) <= longest:
         return written
+    # The least that they can take, from which the rest is shared out.
     notes = write(_clipped(outcomes, 0))
     limit = most
     lengths = [min(len(text), most) for _, result in outcomes for text in (result.output, result.error or "")]
@@ -48,7 +49,10 @@ def fitting(
             break
         share = (longest - len(notes[1])) / (len(written[1]) - len(notes[1]))
         total = sum(min(length, limit) for length in lengths)
+        # Characters, while the room is in tokens: by the ratio of the last try, and somewhat less, as it varies over a
+        # text.
         limit = max(0, min(level(lengths, int(total * share * 0.95)), most - NOTE_CHARS))
+        # Rendered anew, as only the whole says how many tokens it has.
         written = write(_clipped(outcomes, limit))
         if len(written[1]) <= longest:
             return written

@@ -165,9 +165,11 @@ class Model:
         async def once() -> Generation:
             nonlocal sampled
             numbered = numbers([*prompt, *sampled.ids])
+            # What was sampled before is part of the prompt now.
             room = self._left(sampling, len(sampled.ids))
             answer = await self._ask("tokens_and_logprobs_completion", input_ids=numbered, n=1, **room)
             sampled = sampled.followed_by(_generation(numbered, answer))
+            # Raised, so that `_bounded` pauses and counts the time as lost.
             if sampled.finish_reason == ABORTED:
                 raise _Aborted(f"the inference server broke the generation off after {len(sampled.ids)} tokens")
             return sampled
@@ -198,6 +200,7 @@ class Model:
                     "chat_completion", messages=[replace_surrogates(dict(m)) for m in messages], n=1, **options
                 )
             except Exception as error:
+                # The model's own mistake: a retry would hide it, and train on luck.
                 if _UNREADABLE_CALL.search(why := str(describe(error))):
                     return ChatAnswer("", "", (), "stop", unreadable=why)
                 raise
@@ -228,6 +231,7 @@ class Model:
         asking.set(self)  # until this call's own task ends (`started_in_turn`)
         self.asked_at = time.perf_counter()
         answer: object = await getattr(self._server, method)(**request)
+        # As a value, since atroposlib would repeat a request that raises.
         if isinstance(answer, ModelFailure):
             raise describe(answer.error) from answer.error
         return answer
@@ -242,8 +246,10 @@ class Model:
         try:
             return await self._bounded(once)
         except InferenceError as error:
+            # 500 may be this request's doing (a prompt that crashes the server's code) or the server's state.
             if error.status != 500:
                 raise
+        # It fails where the server itself is broken, and then its error is the one that counts.
         await self._bounded(short)
         try:
             return await self._bounded(once, retries=0)
@@ -267,9 +273,12 @@ class Model:
                     except Exception as error:
                         last = describe(error)
                     attempt += 1
+                    # Not counted: with weights that are updated every minute, a long turn is broken off again and
+                    # again.
                     failures += not isinstance(last, _Aborted)
                     if not last.retryable or failures > retries or allowance.left_s <= 0:
                         raise last
+                    # A wait beyond the deadline would be a failure for certain.
                     asked = last.retry_after_s if last.retry_after_s < allowance.left_s else 0.0
                     await asyncio.sleep(max(asked, backoff_s(attempt, first_s=0.2, longest_s=5.0)))
                     self.lost_s = lost_s + time.perf_counter() - began
@@ -292,6 +301,7 @@ def describe(error: BaseException) -> InferenceError:
     inner = innermost(error)
     if isinstance(inner, InferenceError):
         return inner
+    # A broken connection must not look like a refusal, which is never repeated.
     if isinstance(inner.__cause__, HttpProcessingError):  # aiohttp reports an answer that is no HTTP as status 400
         inner = inner.__cause__
     status = getattr(inner, "status_code", None) or getattr(inner, "status", None)
@@ -322,6 +332,7 @@ def _generation(prompt: list[int], answer: object) -> Generation:
         weights = cast("Sequence[Sequence[WeightSpan]]", more[0])[0] if more else ()
     except (TypeError, ValueError, IndexError, KeyError) as error:
         raise InferenceError(f"the inference server sent an invalid answer ({error!r})") from error
+    # Logprobs of another context would be trained on.
     if list(returned) != prompt:
         raise InferenceError(
             "the inference server changed the prompt's tokens (a doubled BOS token?); it must use them as they are",

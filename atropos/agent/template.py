@@ -54,6 +54,7 @@ class TurnRenderer:
             raise ConfigError(
                 "tokenizer_name: this tokenizer has no chat template; name the instruct model's tokenizer instead"
             )
+        # At the start: a template that can't be continued shows here, and not in the first trajectory.
         suffix = self.following([{"role": "user", "content": "x"}])
         if not suffix:
             raise ConfigError("tokenizer_name: its chat template renders nothing after an assistant's turn")
@@ -61,6 +62,7 @@ class TurnRenderer:
         """The token that closes an assistant's turn."""
         self.end_text = str(tokenizer.decode([self.end_id]))
         eos: int | None = getattr(tokenizer, "eos_token_id", None)
+        # Some models close a turn with `eos`, others with a token of the template's, and some with either.
         self.end_ids = {self.end_id} if eos is None else {self.end_id, eos}
         closing = {*self.end_ids, *self._after_a_call()}
         self.stop_ids = frozenset(token for token in closing if str(tokenizer.decode([token])) in special)
@@ -99,10 +101,12 @@ class TurnRenderer:
         mark = _key()
         opening = [{"role": "user", "content": "x"}, {"role": "assistant", "content": mark}]
         ids = self._encode([*opening, *messages], after=mark)
+        # A turn that was cut off has no such token, and gets one.
         return ids[1:] if sampled and ids and sampled[-1] == ids[0] else ids
 
     def encode_text(self, text: str) -> list[int]:
         """Plain text as ids; the spelling of a special token stays text."""
+        # Only where it has to be: `split_special_tokens` takes the slower of the tokenizers' paths.
         hostile = self._special_pattern is not None and self._special_pattern.search(text) is not None
         options: dict[str, object] = {"split_special_tokens": True} if hostile else {}
         return list(self._tokenizer(text, add_special_tokens=False, **options)["input_ids"])
@@ -134,6 +138,7 @@ class TurnRenderer:
 
         text = self._apply([self._replaced(replace_surrogates(dict(message)), placeholder) for message in messages])
         if after is not None:
+            # The first one: the key is random, so that no message can hold it.
             _, separator, text = text.partition(after)
             if not separator:
                 raise ConfigError(

@@ -220,6 +220,7 @@ class TaskImages:
         of = prepared.agent_settings
         settings = ImageSettings(env=dict(of.env), workdir=of.workdir, user=of.user)
         key = _hash(RULES, image.id, "settings", settings.model_dump())
+        # Only one builder of a key at a time; the others find what it made.
         async with self.pool.building(key, lambda: None) as existing:
             if existing is not None:
                 return prepared, existing
@@ -241,6 +242,7 @@ class TaskImages:
         prebuilt = None if prebuilt is None or self._stands_in(prebuilt) else prebuilt
         if prebuilt is None and task.unbuildable is not None:
             raise TaskBroken(f"{task.name}: {task.unbuildable}")
+        # A set: several stages may stand on the same image.
         built_from = {task.recipe.image, *(stage.image for stage in task.recipe.stages)}
         names = built_from if prebuilt is None else {prebuilt}
         images = dict(zip(names, await asyncio.gather(*(self._image(task, n, report) for n in names)), strict=True))
@@ -251,6 +253,8 @@ class TaskImages:
         return task, images
 
     async def _prepare(self, original: Task, report: Progress) -> tuple[Task, ImageInfo]:
+        # By identity, as comparing tasks would read all of their texts; `_PreparedBefore` keeps the task, so its id
+        # stays taken.
         before = self._before.get(id(original))
         if before is not None and (image := await self.pool.find_built(before.key)) is not None:
             await _with_machines(original, lambda machine: self._ready(machine, report))
@@ -258,6 +262,7 @@ class TaskImages:
             return before.task, image
         task, images = await self._pulled(original, report)
         task = await _with_machines(task, lambda machine: self._ready(machine, report))
+        # In a thread: it reads and hashes every file that is copied.
         plan = await asyncio.to_thread(self._plan, task, images)
         key = plan[_LAST].steps[-1].key
         image = await self.pool.find_built(key)
@@ -322,6 +327,7 @@ class TaskImages:
         while (
             image := await self.pool.prepare(source, progress=progress, everywhere=False, share=self._share)
         ) is None:
+            # One lease at a time: many tasks that begin at once should start one container, and not each its own.
             async with self._starting, self.pool.lease("prepare", share=self._share):
                 pass  # containers are started only for leases
         return image
@@ -335,6 +341,7 @@ class TaskImages:
         last = Stage(_LAST, recipe.image or "", recipe.steps or (Folder("/"),))
         for stage in (*recipe.stages, last):  # each copies only from earlier ones
             parent, source = images[stage.image or None]
+            # Of the image's id, not its name: what a tag means changes.
             key = _hash(parent.id, self._owner) if self._owner else parent.id
             planned: list[_PlannedStep] = []
             for step in stage.steps:
@@ -433,6 +440,7 @@ class TaskImages:
                 if mount.content is not None:
                     await self._carry_out(build, slot, mount.content, taken, b"")
             await steps.run(slot, step, build.left())
+            # The other way round, as a mount may lie in an earlier one.
             for mount, folders in reversed(covered):
                 await steps.end_mount(slot, mount, folders)
         elif isinstance(step, Folder):
@@ -449,6 +457,7 @@ class TaskImages:
     async def _taken(self, build: _Build, stage: int, step: Copy) -> list[PackedFiles]:
         planned = build.plan[stage]
         image = await self._stage(build, stage)
+        # A stage of FROM alone builds nothing.
         source = image.source if planned.steps else planned.source
         async with build.lease(self._lease(build.task, source, "-from")) as slot:
             try:

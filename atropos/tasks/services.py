@@ -114,6 +114,7 @@ async def _start_all(
     ordered = [parts[each.name] for each in start_order((own, *own.beside), task.name)]
     for part in ordered:
         await _know_hosts(part)
+        # Before the volumes, which may be mounted in it.
         for folder, mode in part.service.tmpfs.items():
             await _make_empty(part, folder, mode)
     await _mount_volumes(ordered)
@@ -154,6 +155,7 @@ async def _start(part: _Part) -> None:
     if not words:
         raise part.broken("has nothing to start: its image has no CMD here; write command")
     if part.service.restart != "no":
+        # By a shell within the slot: it restarts the command without a call, also while the pool is busy.
         words = ("/bin/sh", "-c", _AGAIN[part.service.restart], "sh", *words)
     try:
         part.process = await part.slot.start(words)
@@ -199,15 +201,20 @@ async def _become_healthy(part: _Part) -> None:
     while True:
         asked = time.monotonic()
         result = await part.slot.exec(command, timeout_s=timeout_s)
+        # One success is enough, as with Docker.
         if result.exit_code == 0:
             part.healthy = True
             return
+        # Nothing that has ended becomes healthy: no need to wait for the retries.
         if part.process is not None and await part.process.poll() is not None:
             raise part.broken(f"ended with {part.process.exit_code}", await part.output())
         now = time.monotonic()
+        # Docker checks after each interval, and each check takes its time; failures within the start period don't
+        # count.
         if now - began >= check.start_period_s + (check.retries or RETRIES) * (interval_s + now - asked):
             failure = command_failure("its healthcheck", result)
             raise part.broken(f"did not become healthy: {failure}", await part.output())
+        # More often than Docker, so that the agent begins sooner; for as long as Docker.
         await asyncio.sleep(min(POLL_S, interval_s))
 
 
@@ -230,6 +237,7 @@ async def _mount_volumes(parts: Sequence[_Part]) -> None:
         place = _place_of(source, sources)
         if place is None:
             part, volume = await _owner(users)
+            # In its own place nothing has to be mounted. But others may write to what is read-only here.
             path = f"{_APART}/{len(places)}" if volume.read_only or _lies_in_another(part, volume) else volume.target
             place = part, path
             filled.append((part, volume, path))

@@ -52,6 +52,7 @@ async def enter(slot: Slot, task: Task) -> None:
     slot.profile = await profile_of(slot, task, task.agent_settings)
     if slot.network:
         await slot.set_network(task.agent_hosts)
+    # The profile is checked nowhere else: without this, the agent's first call would fail.
     if (await slot.exec("true", timeout_s=60)).exit_code != 0:
         raise TaskBroken(
             f"{task.name}: commands can't start in {task.recipe.workdir} as {task.agent_settings.user or 'root'}"
@@ -78,6 +79,7 @@ async def start_main_process(slot: Slot, task: Task, env: Mapping[str, str] | No
     words = (*settings.entrypoint, *(settings.command or WAITS))
     if words == WAITS:
         return None
+    # The container's own user starts it, who may be another one than the agent's.
     profile, slot.profile = slot.profile, await profile_of(slot, task, task.container_settings)
     try:
         return await slot.start(words, env=env)
@@ -103,6 +105,7 @@ async def wait_until_healthy(slot: Slot, task: Task) -> None:
         result = await slot.exec(check.command, timeout_s=check.timeout_sec)
         if result.exit_code == 0:
             return
+        # As Docker has it: failures within the start period don't count.
         failures += not starting
         if failures == check.retries:
             table = "environment" if task.step is None else "steps"
@@ -118,6 +121,7 @@ async def prepare_step(slot: Slot, task: Task) -> None:
         TaskBroken: the script or the health check failed.
         SlotFileError, SandboxError: the files can't be copied.
     """
+    # Files are copied as root, whoever the last step's agent was.
     slot.profile = PLAIN
     workdir = task.recipe.workdir
     if task.files is not None:
@@ -185,6 +189,7 @@ async def verify(
         raise error if isinstance(error, VerifierFailed) else VerifierFailed(f"{task.name}: {error}") from error
     except OSError as error:  # of this machine, as of the disk with the tests
         raise SandboxError(f"{task.name}: {error}") from error
+    # A full reward was reached whatever the limits did.
     if verdict.reward < 1:
         await check_room(task, machines)
     return verdict

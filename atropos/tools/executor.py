@@ -98,6 +98,7 @@ class ToolExecutor:
         if self._state != "new":
             raise RuntimeError(f"the executor is {self._state}; make a new one")
         if self.config.max_batch_size is not None:
+            # Before any slot is leased.
             self.pool.bound_frames(self.config.max_batch_size)
         if self._server is not None:
             try:
@@ -142,7 +143,9 @@ class ToolExecutor:
         """
         trajectory = self._trajectory(trajectory_id)
         started = time.perf_counter()
+        # Before its turn: a mistake of the model's needs no slot, though its answer waits for the calls before it.
         checked = self._check(call)
+        # Names that models invent would each become a time series.
         name = call.name if call.name in self.tools else "(unknown)"
         try:
             with self._span(trajectory_id, name, call) as span:
@@ -192,6 +195,7 @@ class ToolExecutor:
         try:
             return await run_tool(checked.tool, checked.arguments, scope)
         except SandboxError as error:
+            # What the slot can't do says nothing against its next call.
             if not isinstance(error, NotSupported):
                 trajectory.broken = error
             raise
@@ -324,6 +328,7 @@ class ToolExecutor:
     ) -> Slot:
         if trajectory.slot is not None:
             return trajectory.slot
+        # The executor's setting is a bound: no caller can lift it.
         if self.config.allow_network is False:
             network = False
         asked = time.perf_counter()
@@ -341,6 +346,7 @@ class ToolExecutor:
             await slot.release()
             raise LeaseExpired(f"trajectory {trajectory.id!r} was released while it waited for a slot")
         trajectory.slot = slot
+        # The slot was made of it; a snapshot takes room in its container.
         await trajectory.drop_parked()
         try:
             await self._check_isolation(slot)
@@ -351,6 +357,7 @@ class ToolExecutor:
 
     async def _check_isolation(self, slot: Slot) -> None:
         sandbox, stateful = self.config.require_sandbox, self.config.require_stateful_sandbox
+        # Once for each container: it is the same for all of its slots.
         if not (sandbox or stateful) or slot.container in self._isolated:
             return
         refusal = (await slot.capabilities()).refusal(slot.container, sandbox=sandbox, stateful=stateful)
@@ -383,8 +390,10 @@ class ToolExecutor:
             await asyncio.shield(asyncio.gather(*pending))
 
     def _begin_release(self, trajectory: TrajectoryState) -> asyncio.Task[None]:
+        # At once: a later call of this name begins a new trajectory, while the old one is released.
         self._trajectories.pop(trajectory.id, None)
         trajectory.released = True
+        # `released` was set before, so that `_call` shows the cancellation as `LeaseExpired`.
         for call in trajectory.calls:
             call.cancel()
         task = self._tasks.spawn(self._release(trajectory), f"release {trajectory.id}")
@@ -395,6 +404,7 @@ class ToolExecutor:
     async def _release(self, trajectory: TrajectoryState) -> None:
         if trajectory.calls:
             trajectory.idle.clear()
+            # A tool that ignores its cancellation would still use the slot that is about to be reset.
             await set_within(trajectory.idle, INTERRUPT_S)
         # Each by itself: a failed recording or a lost slot must not keep the rest from being released.
         steps: list[Awaitable[object]] = [self._store_recordings(trajectory), trajectory.drop_parked()]
@@ -437,9 +447,11 @@ class ToolExecutor:
         """One call's turn. A release interrupts it, which shows as `LeaseExpired` and not as a cancellation."""
         task = asyncio.current_task()
         assert task is not None
+        # Counted now, so that a cancellation by the caller is told from that by a release.
         cancelling = task.cancelling()
         trajectory.calls.add(task)
         try:
+            # asyncio's lock is fair: calls run in the order in which they came.
             async with trajectory.turn:
                 if trajectory.broken is not None:
                     # This call never started, whatever became of the one that broke the trajectory.
@@ -451,6 +463,8 @@ class ToolExecutor:
             if trajectory.released:
                 raise asyncio.CancelledError  # the tool swallowed it
         except BaseException:
+            # `uncancel` takes the release's own request back. If one is left, the caller has cancelled as well, which
+            # goes first.
             if trajectory.released and task.uncancel() <= cancelling:
                 raise LeaseExpired(f"trajectory {trajectory.id!r} was released while the call ran") from None
             raise

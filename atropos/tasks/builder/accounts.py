@@ -35,8 +35,10 @@ async def account_of(slot: Slot, user: str) -> UserAccount | None:
     """
     name, _, group = user.partition(":")
     name = name or "0"
+    # Of the slot, never of this machine: numbers are the image's own.
     people, groups = [await _entries(slot, path) for path in ("/etc/passwd", "/etc/group")]
     row = next((entry for entry in people if _is_account(entry) and name in {entry[0], entry[2]}), None)
+    # A number needs no entry: Docker runs with it, in root's group.
     if row is None and not name.isdecimal():
         raise TaskBroken(f"there is no user {name!r} in the slot; add it with RUN useradd")
     account = (

@@ -60,6 +60,7 @@ def _members(context: Context, copy: Copy, *, into_folder: bool) -> tuple[str, l
     where, name = copy.target, None
     paths = [path for source in copy.sources for path in context.sources(source, copy.exclude)]
     top = [(path.name, path if copy.keep_folder_name else context.followed(path)) for path in paths]
+    # Only then can the target be a file's new name.
     single = len(top) + len(copy.files) == 1 and not (top and top[0][1].is_dir())
     if single and not into_folder and not copy.target.endswith("/"):
         where, _, name = copy.target.rpartition("/")
@@ -84,6 +85,7 @@ def _with_parents(context: Context, copy: Copy) -> list[tuple[str, Path]]:
         for path in context.sources(source, copy.exclude, deep=True):
             parts = path.relative_to(context.folder).parts[depth:]
             for count in range(1, len(parts)):
+                # The folders above come first, with the context's modes, and each of them once.
                 members["/".join(parts[:count])] = path.parents[len(parts) - count - 1]
             if parts:
                 members["/".join(parts)] = path
@@ -122,6 +124,7 @@ def digest_of(context: Context, copy: Copy) -> str:
     for name, source in _members(context, copy, into_folder=False)[1]:
         entry = _entry(name, source, copy.mode)
         described = f"{name}\0{entry.type!r}\0{entry.mode:o}\0{entry.linkname}\0{entry.size}\0"
+        # NULs between the parts, as a name may hold whatever else would part them.
         digest.update(described.encode("utf-8", "surrogateescape"))
         if isinstance(source, bytes):
             digest.update(source)
@@ -150,9 +153,11 @@ def pack(
     piece = TarPiece()
     for name, source in members:
         entry = _entry(name, source, mode)
+        # By number, as names of this machine mean nothing in the slot.
         entry.uid, entry.gid = owner
         if source == program:
             entry.mode |= 0o111
+        # Alone: an archive goes in one message, and is in memory as a whole.
         if isinstance(source, Path) and entry.size + OVERHEAD_BYTES > limit:
             yield LargeFile(name, source, entry.mode)
             continue
@@ -177,6 +182,7 @@ def kept_members(
     for member in archive:
         name, content, target = posixpath.normpath(member.name), member, posixpath.normpath(member.linkname)
         if left_out(name):
+            # Remembered, since a hard link that is not left out may need its content.
             gone[name] = member
             continue
         if member.islnk() and target in in_place:
@@ -238,6 +244,7 @@ def changed_mode(mode: int, change: int | str | None, *, folder: bool) -> int:
                 plain = 4 * ("r" in letters) + 2 * ("w" in letters) + bool(runs)
                 bits |= (plain | copied) << shift
                 bits |= {"u": 0o4000, "g": 0o2000, "o": 0}[place] if "s" in letters else 0
+                # First cleared, then set below.
                 if operator == "=":
                     mode &= ~(7 << shift)
             bits |= 0o1000 if "t" in letters and places != ["o"] else 0
@@ -255,6 +262,8 @@ def _entry(name: str, source: Path | bytes, mode: int | str | None) -> tarfile.T
     entry.mtime = int(seen.st_mtime)
     own = stat.S_IMODE(seen.st_mode)
     if stat.S_ISLNK(seen.st_mode) or not own & stat.S_IWOTH:
+        # git keeps no group-write bit: it is the umask's of whoever made the checkout. Of links the kernel ignores
+        # modes.
         own &= 0o7755
     entry.mode = changed_mode(own, mode, folder=stat.S_ISDIR(seen.st_mode))
     if stat.S_ISLNK(seen.st_mode):

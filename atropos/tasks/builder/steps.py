@@ -54,7 +54,9 @@ async def run(slot: Slot, step: Run, timeout_s: float) -> None:
     settings, what = step.settings, f"`{shlex.join(step.command):.200}`"
     user = settings.user
     if user is None:
+        # A step without USER is root's; the slot's own default would be the user of the image that it stands on.
         user = "0" if slot.image is not None and slot.image.user else None
+    # An earlier step may have removed it; Docker makes it anew.
     await make_folder(slot, settings.workdir)
     operation = wire.Exec(
         command=step.command, workdir=settings.workdir, env=dict(settings.env), user=user, timeout_s=timeout_s
@@ -78,16 +80,19 @@ async def begin_mount(slot: Slot, mount: Mount) -> tuple[str, ...]:
     """
     made_folders: list[str] = []
     path, mode = mount.target, mount.mode
+    # Remembered, so that `end_mount` leaves no empty folders in the image.
     while path != "/" and await is_missing(slot, path):
         made_folders.append(path)
         path = posixpath.dirname(path)
     if mode is None:
         mode = 0o1777 if made_folders else await _mode_of(slot, path)
     if not made_folders:
+        # Beside it: within one file system a rename moves no data.
         await _as_root(slot, 'mv "$P" "$P$KEPT"', mount)
     if mount.content is None:
         await make_folder(slot, posixpath.dirname(mount.target))
     if mount.cache and not await is_missing(slot, _cache_of(mount)):
+        # Moved, not copied: a package manager's cache has gigabytes.
         await _as_root(slot, 'mv "$CACHE" "$P"', mount)
     elif mount.content is None:
         piece = TarPiece()
@@ -141,6 +146,7 @@ async def copy(slot: Slot, step: Copy, context: Context) -> None:
     """
     if not step.files and not any(context.sources(source, step.exclude) for source in step.sources):
         return  # patterns without a match
+    # With the slash it is a folder by its name, which is made if it is missing.
     into = not step.target.endswith("/") and await is_folder(slot, step.target)
     if not into:
         step = replace(step, target=await followed(slot, step.target))
@@ -172,6 +178,7 @@ async def _unpack_file(slot: Slot, target: str, file: Path, owner: str | None, s
         with await asyncio.to_thread(tars.opened, file) as archive:
             await unpack_archive(slot, where, archive)
     except (tarfile.TarError, EOFError, lzma.LZMAError, zlib.error, OSError) as error:
+        # A real error of this machine or the slot, and not the archive's.
         if isinstance(error, OSError) and error.errno is not None:  # archives of gzip and bz2 have none
             raise
         raise TaskBroken(f"ADD {source}: {error}") from None
@@ -200,6 +207,7 @@ async def copy_from_stage(slot: Slot, step: Copy, copied: Sequence[PackedFiles])
             where, rename = posixpath.split(await followed(slot, step.target))
         where = where.rstrip("/") or "/"
         await make_folder(slot, where, owner or (0, 0), _mode_above(step))
+        # A folder's members have names of their own, below `./`.
         name = rename if not folder else None
         await unpack_archive(slot, where, archive, name=name, mode=step.mode, owner=owner, exclude=step.exclude)
 
@@ -231,6 +239,7 @@ async def fetch(slot: Slot, step: Download, timeout_s: float) -> bytes:
     if result.exit_code != 0:
         lines = result.output.strip().splitlines()
         raise command_failure(f"ADD {step.address}", replace(result, output=lines[-1] if lines else ""))
+    # Checked here, not in the slot: the checksum also decides whether what was fetched before is the same.
     data = await slot.read_file(_FETCHED)
     actual = f"sha256:{hashlib.sha256(data).hexdigest()}"
     if step.checksum is not None and actual != step.checksum:

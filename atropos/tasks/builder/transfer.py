@@ -75,6 +75,7 @@ async def upload(slot: Slot, source: Path, where: str, *, program: str | None = 
     try:
         if source.is_dir():
             folder = source.resolve()
+            # Its mode may have been lost on the way here: not all file systems and archives keep it.
             runs = (folder / program).resolve() if program is not None else None  # it may be a link
             await unpack_pieces(slot, where, pack(walk(folder), mode=mode, program=runs))
         else:
@@ -101,6 +102,7 @@ async def make_folder(slot: Slot, path: str, owner: tuple[int, int] = (0, 0), mo
         path = posixpath.dirname(path)
     if not missing:
         return
+    # In one archive, from the outermost: a message instead of one for each folder, and no program of the slot.
     piece = TarPiece()
     for each in reversed(missing):
         piece.add_folder(posixpath.relpath(each, path), owner, mode)
@@ -130,6 +132,7 @@ async def unpack_pieces(
     Raises:
         OSError, TaskBroken: the slot can't take one.
     """
+    # Made one at a time, in a thread: they are read from disk, and only one is in memory.
     while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
         await make_folder(slot, where, owner)
         if isinstance(piece, LargeFile):
@@ -141,6 +144,7 @@ async def unpack_pieces(
 
 async def is_folder(slot: Slot, path: str) -> bool:
     """Whether there is a folder, or a link to one."""
+    # By reading it, as that needs no `test` in the slot: an image may have no programs at all.
     seen = await slot.run(wire.ReadFile(path=path, max_bytes=1))
     return isinstance(seen, wire.OpError) and seen.error == "is_directory"
 
@@ -190,11 +194,13 @@ async def _named(slot: Slot, pattern: str) -> list[str]:
         return [pattern]
     # The slot's shell lists all names where a part is a pattern, in which the parts are looked for here.
     listed = itertools.product(*((part,) if part == glob.escape(part) else ("*", ".*") for part in parts))
+    # `$P` without quotes: the shell is to expand it. -L as -e is false for links that lead nowhere.
     script = 'IFS="\n"; for f in $P; do if [ -e "$f" ] || [ -L "$f" ]; then printf "%s\\n" "$f"; fi; done'
     every = "\n".join("/".join(each) for each in listed)
     result = await slot.exec(script, workdir="/", env={"P": every}, user="0", timeout_s=60)
     if result.exit_code != 0 or result.truncated:
         raise command_failure(f"listing the names of {pattern}", result)
+    # `.*` also gives `.` and `..`.
     plain = (name for name in result.output.splitlines() if posixpath.normpath(name) == name)
     return sorted(name for name in plain if all(map(fnmatch.fnmatchcase, name.split("/"), parts)))
 
@@ -205,6 +211,7 @@ async def followed(slot: Slot, path: str) -> str:
     Raises:
         TaskBroken: over too many links.
     """
+    # As many as the kernel follows (path_resolution(7)).
     for _ in range(_MAX_LINKS):
         seen = None if path.endswith("/") else await slot.run(wire.Tar(path=path, max_bytes=_LINK_BYTES))
         if not isinstance(seen, wire.FileResult):
@@ -277,8 +284,10 @@ def _pieces_of(
     with tarfile.open(fileobj=archive, tarinfo=WholeTar) as source:
         piece = TarPiece()
         for member, content in kept_members(source, excluded.matches):
+            # Devices and FIFOs: no slot may have the ones, and nobody builds with the others.
             if not (member.isreg() or member.isdir() or member.issym() or member.islnk()):
                 continue
+            # The folder itself, which exists and keeps its owner and mode.
             if member.name == "." and name is None:
                 continue
             if member.size > MAX_STAGE_BYTES:  # a few kilobytes may claim such a size, and would be expanded here
@@ -286,6 +295,7 @@ def _pieces_of(
             info = _replaced(member, name, mode, owner)
             data = source.extractfile(content) if member.isreg() else None
             if data is not None and member.size + OVERHEAD_BYTES > wire.MAX_FILE_BYTES:
+                # The caller reads it before it asks for the next: the archive is read in order.
                 yield info, data
                 continue
             if piece.size + info.size + OVERHEAD_BYTES > wire.MAX_FILE_BYTES:
@@ -330,6 +340,7 @@ def _replaced(
     """A member under another name, owner (None: its own) and mode."""
     info = copy.copy(member)
     info.uid, info.gid = owner or (member.uid, member.gid)
+    # As a rule names come before numbers when a tar is unpacked, and they may mean others here.
     info.uname = info.gname = ""
     info.name = name or member.name
     if not member.issym():

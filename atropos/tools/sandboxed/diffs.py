@@ -81,6 +81,7 @@ def parse(text: str) -> list[FileChange]:
     """
     changes: list[FileChange] = []
     git: dict[str, str] = {}
+    # Not `splitlines`, which also ends lines at form feeds and other characters that files have within lines.
     lines = text.replace("\r\n", "\n").split("\n")
     if lines and not lines[-1]:
         lines.pop()
@@ -178,6 +179,7 @@ def _hunk(lines: list[str], index: int) -> tuple[Hunk, int]:
     match = _HUNK.match(lines[index])
     hunk = Hunk(int(match[1]) if match and match[1] else None)
     index += 1
+    # By their signs, not by the header's counts.
     while not _between(lines, index) and not lines[index].startswith("@@"):
         line = lines[index]
         if line.startswith("\\"):
@@ -223,14 +225,18 @@ def apply(text: str, change: FileChange) -> str:
         PatchError: a hunk's lines are not in the file; the message shows the most similar ones.
     """
     if text.startswith(_MARK) and not change.has(_MARK):
+        # A file that becomes empty has no mark either.
         rest = apply(text.removeprefix(_MARK), change)
         return rest and f"{_MARK}{rest}"
+    # Only where all lines end so: in a mixed file `\r` belongs to the lines, and a match must be exact.
     ends = "\r\n" if "\r\n" in text and "\n" not in text.replace("\r\n", "") else "\n"
     body = text.replace("\r\n", "\n") if ends == "\r\n" else text
     lines = body.split("\n")
     final_newline = not body or body.endswith("\n")
     if lines and not lines[-1]:
         lines.pop()
+    # How far earlier hunks have moved the lines; and where the next may begin, since hunks come in the order of the
+    # file.
     shift, floor = 0, 0
     for number, hunk in enumerate(change.hunks, 1):
         old, new = hunk.old, hunk.new
@@ -238,6 +244,7 @@ def apply(text: str, change: FileChange) -> str:
         at = _find(lines, old, guess, floor)
         if at is None:
             raise PatchError(_missed(change.path, number, len(change.hunks), lines, old))
+        # "\ No newline at end of file" says something of the file's last line alone.
         reaches_end = at + len(old) == len(lines)
         lines[at : at + len(old)] = new
         shift, floor = shift + len(new) - len(old), at + len(new)
@@ -314,8 +321,11 @@ def near_miss(lines: list[str], wanted: list[str]) -> str:
 def _closest(lines: list[str], target: list[str]) -> tuple[int, float]:
     """The index of the lines that are most similar to the wanted ones, and their similarity."""
     target = target[:40]
+    # The longest line is the one that says most of where they are.
     anchor = max(range(len(target)), key=lambda index: len(target[index]))
+    # With `autojunk`, frequent characters of a line of 200 or more would not count.
     matcher = difflib.SequenceMatcher(autojunk=False)
+    # difflib keeps what it computes of the second sequence, so that is the one which stays.
     matcher.set_seq2(target[anchor][:_COMPARED_CHARS])
 
     def at_most(index: int) -> float:
@@ -324,6 +334,7 @@ def _closest(lines: list[str], target: list[str]) -> tuple[int, float]:
 
     best, best_ratio = 0, 0.0
     for index in heapq.nlargest(_CANDIDATES, range(len(lines)), key=at_most):
+        # `quick_ratio` is an upper bound, and they come by it: no later one can be better.
         if at_most(index) <= best_ratio:
             break
         ratio = matcher.ratio()

@@ -40,12 +40,14 @@ class ProcessReports(ToolState):
             if now < self._due.setdefault(session_id, now + interval_s):
                 continue
             self._due[session_id] = now + interval_s
+            # One byte: it is the state and the count that are asked for.
             state = await scope.slot.run(wire.ProcRead(id=session_id, offset=0, max_bytes=1))
             if isinstance(state, wire.ProcState):
                 new = state.total_bytes - self.seen[session_id]
                 reports.append(f"[session {session_id}: {_state(state)}, {plural(new, 'new byte')} of output]")
                 if state.running:
                     continue
+            # Ended, or forgotten by the slot: this was its last report.
             del self.intervals[session_id]
         if not reports:
             return result
@@ -173,6 +175,7 @@ class ProcessTool(Tool):
         seen = process_reports(scope).seen
         end = state.offset + len(state.output)
         unread = state.total_bytes - end
+        # Half of a character stays for the next read; at the end it is shown as it is.
         if (held := unfinished(state.output)) and (state.running or unread):
             state, end = state.model_copy(update={"output": state.output[:-held]}), end - held
         seen[state.id] = end

@@ -123,11 +123,14 @@ async def _ripgrep(arguments: SearchArguments, scope: ToolScope) -> _Found | Non
     """The search by the slot's ripgrep; None where it has none, or where ripgrep refuses the pattern."""
     if scope.state.get("search.no_ripgrep"):
         return None
+    # NUL after the path (--null), as paths may have colons. Sorted, which takes one thread, so that a search can be
+    # repeated.
     flags = ["--color=never", "--no-config", "--hidden", "--glob=!.git", "--sort=path", "--null"]
     if arguments.glob is not None:
         flags.append(f"--glob={arguments.glob}")
     if arguments.pattern:
         flags += ["--line-number", "--with-filename", "--no-heading", "--engine=auto", "--max-columns=4000"]
+        # So that `$` matches before the \r of a \r\n, unless the pattern itself asks for it.
         flags += [] if CARRIAGE_RETURN.search(arguments.pattern) else ["--crlf"]
         flags += ["--ignore-case"] if arguments.ignore_case else []
         flags += [f"--context={arguments.context}"] if arguments.context else []
@@ -153,6 +156,7 @@ async def _ripgrep(arguments: SearchArguments, scope: ToolScope) -> _Found | Non
 
 
 def _most_rows(arguments: SearchArguments) -> int:
+    # With one match more, by which it is known that there are more; and for each a line that parts it from the last.
     return (arguments.limit + 1) * (2 * arguments.context + 2)
 
 

@@ -80,6 +80,7 @@ class SessionArguments(Arguments):
 
 def _unrolled(pattern: str) -> int:
     """At most so many nodes `regex` makes of a pattern: `{n}` after a group multiplies what is in it."""
+    # Too high rather than too low: nested counts are multiplied even where they stand side by side.
     times, parts = 1, len(pattern)
     for group, count in _COUNT.findall(pattern):
         times, parts = (times * max(int(count), 1), parts) if group else (times, parts + int(count))
@@ -118,6 +119,7 @@ class Sessions(ToolState):
         session = self.by_id.pop(session_id)
         if session.recording is not None:
             self._past[session_id] = session.recording.text()
+        # Dicts keep their order: the oldest goes first.
         while sum(map(len, self._past.values())) > PAST_BYTES:
             del self._past[next(iter(self._past))]
 
@@ -228,6 +230,7 @@ async def _send(arguments: SessionArguments, scope: ToolScope, session: _Session
     if len(data) > wire.MAX_COMMAND_BYTES:
         raise ToolError(f"session: more than {wire.MAX_COMMAND_BYTES:,} bytes in one call; write a file instead")
     session.note("i", data.decode("utf-8", "replace"))
+    # Read before the keys are sent, so that an answer that comes at once is seen as one.
     before = session.seen
     result = await scope.slot.run(wire.ProcWrite(id=session.id, data=data))
     if isinstance(result, wire.OpError):
@@ -298,6 +301,7 @@ async def _resize(arguments: SessionArguments, scope: ToolScope, session: _Sessi
 async def _close(_: SessionArguments, scope: ToolScope, session: _Session) -> ToolResult:
     await _update(scope, session)
     if not session.finished:
+        # What the kernel sends when a terminal is closed; shells pass it on to their jobs.
         await scope.run(wire.ProcKill(id=session.id, signal="HUP"))
         await _read(scope, session, wait_s=0.5, until="exit")
     if not session.finished:
