@@ -44,6 +44,7 @@ def files(path):  # by their names in a folder; None: they are too many, or ther
     return by_name
 def copy(source, target):
     with open(source, "rb") as read, open(target, "wb") as write:
+        # Bounded by `files`, which has counted the bytes.
         write.write(read.read())
     os.chmod(target, os.stat(source).st_mode & 0o777)
 def replace(link, end, by_name, put):
@@ -56,7 +57,7 @@ def replace(link, end, by_name, put):
         put(source, target)
 def may_be_replaced(end):
     return not below(end, [*folders, "/proc", "/sys"]) and (os.path.isfile(end) or os.path.isdir(end))
-names = (os.path.join(at, name) for top in folders for at, *found in os.walk(top) for name in sum(found, []))
+names = (os.path.join(at, name) for top in folders for at, *both in os.walk(top) for name in sum(both, []))
 every = {link: os.path.realpath(link) for link in names if os.path.islink(link)}
 ends = {link: end for link, end in every.items() if may_be_replaced(end)}
 """
@@ -66,10 +67,12 @@ _BRING = r"""
 began = os.stat("/proc").st_ctime  # when it was mounted, by the clock that gives files their times
 def put(source, target):
     try:
+        # A hard link: the agent's program that writes there goes on writing to the same file.
         os.link(source, target)
     except OSError:  # another file system
         copy(source, target)
 for link, end in ends.items():
+    # Its own files alone: what is older is the image's, and in the view anyway. ctime, as programs can set mtime.
     if os.stat(end).st_ctime >= began and not any(below(each, [end]) for each in (*folders, "/proc")):
         by_name = files(end)
         if by_name is not None:
@@ -87,6 +90,7 @@ def modules(info):  # the top-level names of a package that was installed since 
     try:
         record = os.path.join(info, "RECORD")
         status = os.lstat(record)
+        # The agent may have put a pipe there, which would block.
         if not stat.S_ISREG(status.st_mode) or status.st_ctime < began:
             return set()
         lines = open(record, errors="replace").read(most_chars).splitlines()
@@ -108,6 +112,7 @@ tops += [os.path.join(home, ".local") for home in ["/root", *(os.path.join("/hom
 for top in tops:
     for version in (name for name in listed(top, "lib") if name.startswith("python3.")):
         for site in (os.path.join(top, "lib", version, kind) for kind in ("site-packages", "dist-packages")):
+            # What pip and others have installed (PEP 376): RECORD lists its files.
             for info in (name for name in listed(site) if name.endswith(".dist-info")):
                 for name in modules(os.path.join(site, info)):
                     if os.path.lexists(os.path.join(site, name)):
@@ -118,6 +123,7 @@ if remaining <= 0:
 
 
 _LOOK = r"""
+# No `ls` or `ps`: the shell alone is sure to be there, and starts nothing that would count.
 programs=0; for each in /proc/[0-9]*; do programs=$((programs + 1)); done; [ $programs -le 2 ] || echo others
 count=$1; shift
 while [ "$count" -gt 0 ]; do

@@ -56,6 +56,7 @@ find -L "$@" -type f \( -name config -o -name config.worktree \) -exec sh -c '
         while read -r tip; do git --git-dir "$1" ls-tree -r --full-tree "$tip"; done
       git --git-dir "$1" ls-files -s | sed "s/^120000 \([0-9a-f]*\) ./120000 blob \1/"
     } | grep "^120000 " | sort -u | head -n 1000 | while read -r mode kind blob path; do
+      # 120000 is the mode of a link, and the blob is what it names.
       target=$(git --git-dir "$1" cat-file blob "$blob")
       up=$(printf "/%s/" "$target" | tr / "\n" | grep -cx "\.\.")
       case $target in /*) ;; *) [ "$up" -gt "$(printf %s "$path" | tr -cd / | wc -c)" ] || continue ;; esac
@@ -67,11 +68,13 @@ find -L "$@" -type f \( -name config -o -name config.worktree \) -exec sh -c '
     if cp -a -- "$1" "$1.new"; then rm -rf -- "$1" && mv -- "$1.new" "$1"; else rm -rf -- "$1.new"; fi
   }
   for file; do
+    # By what git itself takes for a repository: the folder may have any name.
     [ -d "${file%/*}/objects" ] && [ -d "${file%/*}/refs" ] || [ -e "${file%/*}/HEAD" ] || continue
     chmod u+r "$file"
     [ "$HOOKS" = wanted ] || rm -rf -- "${file%/*}/hooks" 2>&1
     git config -f "$file" --name-only --list 2>/dev/null | grep -ixE "$PATTERN" | sort -u | while IFS= read -r key; do
       [ "$key" = core.worktree ] && stays "$file" && continue
+      # With a lock that somebody has left, git would change nothing.
       rm -rf -- "$file.lock"
       git config -f "$file" --unset-all "$key" 2>&1 || echo "$file stays"
     done

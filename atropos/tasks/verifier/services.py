@@ -29,6 +29,7 @@ _SCRIPT = r"""
 import os, sys, time, _signal as signal
 def listening():
     sockets = set()
+    # proc_pid_net(5): state 0A is TCP_LISTEN; a UDP socket that is bound and not connected is in 07, TCP_CLOSE.
     for name, column, states in (("tcp", 3, {"0A"}), ("tcp6", 3, {"0A"}), ("udp", 3, {"07"}), ("udp6", 3, {"07"})):
         try:
             for line in open(f"/proc/net/{name}").readlines()[1:]:
@@ -39,6 +40,7 @@ def listening():
             pass
     for line in open("/proc/net/unix").readlines()[1:]:
         part = line.split()
+        # __SO_ACCEPTCON: it listens.
         if int(part[3], 16) & 0x10000:
             sockets.add(f"socket:[{part[6]}]")
     return sockets
@@ -47,9 +49,12 @@ def processes():  # the parent of each, the first process of its session where t
     for name in os.listdir("/proc"):
         if name.isdecimal():
             try:
+                # Behind the program's name, which may hold anything: state, parent, process group, session, terminal
+                # (proc_pid_stat(5)).
                 stat = open(f"/proc/{name}/stat").read().rpartition(")")[2].split()
             except OSError:
                 continue
+            # A zombie has ended; its parent alone can remove it.
             if stat[0] not in "ZX":
                 tree[int(name)] = int(stat[1]), int(stat[3]) if int(stat[4]) else None, int(stat[19])
     return tree
@@ -60,11 +65,13 @@ def holds(pid, sockets):
         return False
 def look():
     tree, sockets, pid = processes(), listening(), os.getpid()
+    # PID 1 is the slot's own, and those above this process run it.
     spared = {1}
     while pid in tree:
         spared.add(pid)
         pid, *_ = tree[pid]
     if since is not None:
+        # What is older than the tests, with what it has started since.
         survivors = {pid for pid, (*_, started) in tree.items() if started < since} - spared
     else:
         survivors = {pid for pid in tree if pid not in spared and holds(pid, sockets)}
