@@ -137,6 +137,7 @@ class TaskEnv(DatasetEnv):
     async def get_next_item(self) -> Task | None:
         """As `DatasetEnv`'s, without the tasks that can't be solved here."""
         item: Task | None = await super().get_next_item()
+        # The last condition: with no task left, this would go on without end. `_check` then ends the run.
         while item is not None and item.name in self.left_out and len(self.left_out) < len(self.items):
             item = await super().get_next_item()
         return item
@@ -149,6 +150,7 @@ class TaskEnv(DatasetEnv):
             ConfigError: no task is left.
         """
         if item.name not in self._proofs.found:
+            # As a trajectory: a slot for the solution is one that trajectories lack.
             async with self.backend.admission:
                 with self.backend.awaiting_slot(f"{item.name}-oracle"):
                     await self._proofs.solve(self._task_images, item)
@@ -189,6 +191,7 @@ class TaskEnv(DatasetEnv):
         try:
             return await super().run_trajectory(item, trajectory_id, member)
         finally:
+            # Each attempt has an id of its own.
             del self._attempts[trajectory_id]
             if attempt.agents_work is not None:
                 await attempt.agents_work.drop()
@@ -253,6 +256,7 @@ class TaskEnv(DatasetEnv):
             judged: _Judged = await self.hooks.call("verify_and_score_trajectory", judge)
             attempt.add(step, judged)
             verdict, details = judged
+            # As in Harbor: a step that misses its least reward ends the task.
             if step.step is None or not passed(step.step, verdict) or "verifier_failed" in details:
                 break
         assert result is not None
@@ -279,6 +283,7 @@ class TaskEnv(DatasetEnv):
         snapshot, attempt.agents_work = attempt.agents_work, None
         if snapshot is not None:
             async with snapshot:
+                # The verifier's slot, which was leased under the same id.
                 await self.executor.release_trajectory(trajectory_id)
                 await workspace.start_main_process(await self.executor.start_from(trajectory_id, snapshot), step)
         slot = await self.executor.slot(trajectory_id)
@@ -296,6 +301,7 @@ class TaskEnv(DatasetEnv):
 
         async def fresh() -> Slot:
             if item.steps and task is not item.steps[-1]:
+                # The agent goes on in it with the next step, while its slot is given back for the verifier's.
                 self._attempts[trajectory_id].agents_work = await slot.snapshot()
             return await self._fresh_slot(item, trajectory_id, task.verifier)
 
@@ -337,6 +343,7 @@ class TaskEnv(DatasetEnv):
             try:
                 await self._verify_untouched(item, task, trajectory_id)
             except (VerifierFailed, TaskBroken, SlotFileError):
+                # Remembered: its tests need not be tried on an untouched workspace again.
                 self._unsound.add(task.name)
         return task.name not in self._unsound
 

@@ -141,6 +141,7 @@ class Trajectory:
 
     def info(self) -> TrajectoryInfo:
         """The trajectory as clients see it."""
+        # While a call runs, nothing expires.
         remaining_s = self.ttl_s if self.running else self.ttl_s - (time.monotonic() - self.touched)
         return TrajectoryInfo(
             trajectory_id=self.id,
@@ -239,6 +240,7 @@ class Trajectories:
     def _new(self, wanted: OpenTrajectory) -> Trajectory:
         image = None if wanted.image is None else checked_source(wanted.image)
         trajectory_id = wanted.trajectory_id or f"t-{uuid.uuid4().hex}"
+        # A client may open an id anew while the last one of that name is still given back.
         key = f"{trajectory_id}#{uuid.uuid4().hex[:12]}"
         # a task of its own: a client that goes away during the acquire may ask again under its id
         opening = self._tasks.spawn(self._lease(trajectory_id, key, image), f"open {key}", awaited=True)
@@ -258,6 +260,7 @@ class Trajectories:
     async def _lease(self, trajectory_id: str, key: str, image: str | None) -> None:
         account = self._account
         if image is not None:
+            # Before it is pulled: what is over the quota must not cost a pull.
             account.share.use_image(image)
             # has its own timeout, before that of the slot
             await self._executor.pool.prepare(image, everywhere=False, share=account.share)
@@ -283,6 +286,7 @@ class Trajectories:
         known = trajectory.calls.get(call_id)
         if known is not None and known.fingerprint != content:
             raise Refusal(409, "call_id_reused", f"id {call_id!r} belongs to another call of this trajectory")
+        # Also one that still runs: a request that is sent again waits for the same result.
         if known is not None and not known.again:
             return known
         if trajectory.broken is not None:
@@ -298,6 +302,7 @@ class Trajectories:
         if counted is not None:
             counted.count_until(task)
         call = trajectory.calls[call_id] = OpenCall(call_id, trajectory.id, content, task)
+        # A call that is run again keeps its place in an OrderedDict otherwise, and would be forgotten first.
         trajectory.calls.move_to_end(call_id)
         task.add_done_callback(lambda _: self._ended(trajectory, call))
         return call
@@ -315,6 +320,7 @@ class Trajectories:
             trajectory.broken = self._executor.broken(trajectory.key)
             raise
         finally:
+            # Names that models invent don't belong into an audit log.
             tool = call.name if call.name in self._executor.tools else "(unknown)"
             self._account.note("call", trajectory.id, tool=tool, outcome=outcome)
 
@@ -325,6 +331,7 @@ class Trajectories:
         trajectory.touched = time.monotonic()
         done = [one for one in trajectory.calls.values() if one.task.done()]
         surplus, size = len(done) - self._settings.remembered, sum(one.size for one in done)
+        # The latest stays in any case: its client may not have read it yet.
         for one in done[:-1]:
             if surplus <= 0 and size <= _REMEMBERED_BYTES:
                 return

@@ -152,11 +152,13 @@ class ToolHost:
     def _finished(self, call: ExternalCall, result: ToolResult) -> asyncio.Future[ToolResult]:
         answer: asyncio.Future[ToolResult] = asyncio.get_running_loop().create_future()
         answer.set_result(result)
+        # Mistakes, too: a call that is sent again must get the same answer.
         self._journal.add(call, answer)
         return answer
 
     def _start(self, call: ExternalCall, tool: Tool, arguments: object) -> asyncio.Task[ToolResult]:
         trajectory = self._trajectory(call.owner)
+        # Now and not in the task: turns are given in the order of arrival.
         turn = trajectory.turnstile.enter()
         trajectory.running += 1
         self.calls += 1
@@ -190,6 +192,7 @@ class ToolHost:
     def _forget_one(self) -> bool:
         """Forget a trajectory without state. Whether there was one."""
         for owner, trajectory in self._trajectories.items():
+            # One without state is the same as none: its next call begins it anew.
             if not trajectory.running and not trajectory.state and trajectory.turnstile.idle:
                 del self._trajectories[owner]
                 return True
@@ -202,6 +205,7 @@ class ToolHost:
         with contextlib.ExitStack() as places:
             try:
                 async with asyncio.timeout(_QUEUE_S):
+                    # Shielded, as the turnstile owns the future: `leave` takes the place back.
                     await asyncio.shield(turn)
                     gate = self._gates[tool.name]
                     place = gate.enter()
@@ -215,6 +219,7 @@ class ToolHost:
 
     async def _run(self, tool: Tool, arguments: object, scope: ToolScope, wanted_s: float | None) -> ToolResult:
         own = tool.timeout_s or self.settings.timeout_s
+        # A tool whose own time is longer than the server's bound keeps it.
         timeout_s = min(wanted_s or own, max(own, self.settings.max_timeout_s))
         began = time.monotonic()
         most = self.settings.result_bytes
@@ -306,6 +311,7 @@ class ToolHost:
     async def _close(self, trajectory: HostedTrajectory, running: list[asyncio.Future[ToolResult]]) -> None:
         for task in running:
             task.cancel()
+        # Their state is closed afterwards: a browser must not be closed under a call that uses it.
         if running:
             await asyncio.wait(running, timeout=_CLOSE_S)
         for name, value in list(trajectory.state.items()):

@@ -49,6 +49,7 @@ descriptors = os.listdir("/proc/self/fd")  # before _ctypes: newer versions of l
 import errno, _ctypes
 handle = _ctypes.dlopen(None, 0)
 libc = {name: _ctypes.dlsym(handle, name) for name in ("syscall", "socket", "prctl", "unshare", "mount")}
+# By number (the kernel's syscall tables), as libc has no functions for most of them.
 calls = {"x86_64": {"clone3": 435, "keyctl": 250, "bpf": 321, "perf_event_open": 298, "io_uring_setup": 425},
          "aarch64": {"clone3": 435, "keyctl": 219, "bpf": 280, "perf_event_open": 241, "io_uring_setup": 425}}
 calls = calls.get(os.uname().machine, {})
@@ -70,9 +71,11 @@ def read(path):
     except OSError:
         return b""
 inside, outside, count = read("/proc/self/uid_map").split()
+# CLONE_NEWUSER. In a namespace of its own a program would have all capabilities again.
 check("user_namespace", refused("unshare", 0x10000000), "a nested user namespace could be made")
 check("separate_ids", int(count) > 1, f"{int(count)} user ids are mapped")
 pids = [name for name in os.listdir("/proc") if name.isdigit()]
+# PID 1, this program, and a process or two of the runner's own.
 check("pid_namespace", len(pids) <= 4 and "1" in pids, f"{len(pids)} processes are visible")
 devices = [line.split(b":")[0].strip() for line in read("/proc/net/dev").splitlines()[2:]]
 check("network_namespace", devices == [b"lo"], f"network devices: {devices}")
@@ -88,8 +91,10 @@ strange = [fields[4] for fields in mounts
 check("mount_namespace", not strange, f"mounts of the host: {strange[:5]}")
 status = dict(line.split(b":\t", 1) for line in read("/proc/self/status").splitlines() if b":\t" in line)
 bounding = int(status[b"CapBnd"], 16)
+# CAP_SYS_ADMIN, NET_ADMIN, SYS_PTRACE and SYS_MODULE (linux/capability.h).
 check("capabilities", not bounding & (1 << 21 | 1 << 12 | 1 << 19 | 1 << 16) and status[b"NoNewPrivs"].strip() == b"1",
       f"bounding set {bounding:x}")
+# 2: a filter (proc_pid_status(5)). Socket family 40, AF_VSOCK, leads from a virtual machine to its host.
 check("seccomp", status.get(b"Seccomp", b"").strip() == b"2"
       and all(refused("syscall", n, 0, 0, 0, 0) for n in calls.values())
       and refused("socket", 40, 1, 0) and refused("mount", 0, 0, 0, 0, 0), "a refused call went through")
@@ -99,6 +104,7 @@ check("no_inherited_descriptors", len(descriptors) <= 4, f"open at start: {sorte
 check("no_inherited_environment", set(os.environ) <= set(WANTED), sorted(set(os.environ) - set(WANTED)))
 known = {"null", "zero", "full", "random", "urandom", "tty", "console", "ptmx", "pts", "shm", "fd",
          "stdin", "stdout", "stderr", "core"}
+# 0x103 is 1:3, /dev/null: harmless where it can be made.
 check("devices", set(os.listdir("/dev")) <= known and not can(os.mknod, "/workspace/node", 0o020666, 0x103),
       sorted(set(os.listdir("/dev")) - known))
 def whiteout():
@@ -178,6 +184,7 @@ if devices != ["lo"] + ["eth0"] * GATEWAY:
     wrong.append(f"network devices: {devices}")
 for address in ("168.63.129.16", "169.254.169.254", "100.100.100.200"):
     answer = ask("GET / HTTP/1.1", (address, 80))
+    # Reset or refused by the gateway; without one, no network is reachable.
     if not answer.startswith(("error 104:", "error 111:") if GATEWAY else "error 101:"):
         wrong.append(f"{address} can be reached past the proxy: {answer[:80]}")
 if GATEWAY:
@@ -189,6 +196,7 @@ if GATEWAY:
         answer = names.recv(512)
     except OSError as error:
         answer = str(error).encode()
+    # A response (RFC 1035, section 4.1.1) with the name error 3: the resolver answers for no name of its own machine.
     if answer != question[:2] + b"\x81\x83" + question[4:]:
         wrong.append(f"the resolver answered {answer!r} when asked for localhost")
 for line in ("GET http://169.254.169.254/", "GET http://127.0.0.1/",
@@ -287,7 +295,6 @@ async def _properties(host: HostState, start: Start) -> list[Feature]:
         checks["sessions"] = await _sessions(sandbox)
         checks["forks"] = await _forks(sandbox)
     finally:
-        # The throw-away sandbox ends as leases do, so that its end proves the reset.
         # As a lease's sandbox ends, so that its end proves the reset.
         stopped = await sandbox.stop()
     checks["reset"] = (stopped.clean, stopped.detail)
@@ -349,6 +356,7 @@ async def _memory(sandbox: SlotSandbox, cgroups: Cgroups) -> tuple[bool, str]:
     # Twice the limit, and written to: pages that are only reserved don't count.
     hog = (*SLOT_PYTHON, "-c", "x = b'x' * (64 << 20)")
     result = await sandbox.run("probe-memory", Exec(command=hog, timeout_s=60))
+    # The kill alone is not enough: the server must also know which limit it was.
     named = isinstance(result, CommandResult) and result.limit == "memory" and result.exit_code == -9
     return named, f"64 MiB were used under a limit of {_LIMITS.memory_mib} MiB: {_shown(result)}"
 

@@ -95,6 +95,7 @@ class ToolServerClient:
         """
         headers: dict[str, str] = {}
         if self._token is not None:
+            # In each request, also to an application in this process: it checks it in the same way.
             headers["Authorization"] = f"Bearer {self._token.get_secret_value()}"
         if self.url == INPROCESS:
             app = self._factory() if self._factory is not None else _own_app(self._token, self._tools)
@@ -113,6 +114,7 @@ class ToolServerClient:
             try:
                 response = await self._open.send("GET", "/tools", None, 15.0)
             except (RequestNotSent, ResponseLost) as error:
+                # At the start an address is mostly wrong rather than momentarily away: fewer tries than for a call.
                 if attempt + 1 == 3:
                     raise self._unavailable(f"can't be reached: {error}") from error
                 await _pause(attempt, None)
@@ -159,7 +161,9 @@ class ToolServerClient:
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
                 break
+            # With the boot id the server knows that it may have run the call, and a restarted one refuses it.
             body = call.model_copy(update={"boot_id": first_boot_id}) if sent_before else call
+            # Else the pause before the next try would follow an older answer's Retry-After.
             response = None
             try:
                 response = await self._open.send(
@@ -173,6 +177,7 @@ class ToolServerClient:
             else:
                 if response.status == 200:
                     return self._answer(response, call, life)
+                # The model's own mistake, of which it is to read.
                 if response.status == 413 and not sent_before:
                     return ToolResult.failure(f"{call.name}: the arguments are too long: {_problem(response).message}")
                 if response.status not in {429, 502, 503, 504}:
@@ -225,6 +230,7 @@ class ToolServerClient:
             message = f"the ToolServer at {self.url} sent an invalid answer; call {call.call_id} may have run: {error}"
             raise OutcomeUnknown(message[:500]) from error
         self._boot_id = answer.boot_id
+        # Sent with the next call, by which a server that has lost the state knows that there was one.
         life.state_id = answer.state_id
         return answer.result
 
@@ -235,6 +241,7 @@ class ToolServerClient:
                 life.state_id = None  # reported once: later calls start without state
                 raise self._unavailable(f"did not run call {call.call_id}: {problem.message}")
             raise OutcomeUnknown(f"the ToolServer at {self.url}: {problem.message}")
+        # An answer to a repeated request says nothing of the first one.
         if response.status >= 500 or sent_before:
             raise OutcomeUnknown(f"the ToolServer at {self.url} answered {response.status}: {problem.message}")
         raise self._refused(response)
