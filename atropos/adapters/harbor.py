@@ -61,6 +61,7 @@ class AtroposEnvironment(BaseEnvironment):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # `--ek` puts all into one set of arguments: the pool's are picked out by their names.
         settings = {name: kwargs.pop(name) for name in [*kwargs] if name in SlotPoolConfig.model_fields}
         stand_ins = kwargs.pop("task_images", STAND_INS) or ()
         if isinstance(stand_ins, str):
@@ -128,10 +129,12 @@ class AtroposEnvironment(BaseEnvironment):
             raise RuntimeError("the environment was started already")
         shared = shared_pool(self._config)
         pool = await shared.enter()
+        # At once: `stop` leaves the pool that was entered, whatever fails below.
         self._shared = shared
         try:
             images = TaskImages(pool, self._stand_ins)
             self._slot, machine = await self._lease(images, force_build=force_build)
+            # Before anything of the task's runs.
             await self._apply_network_policy(self._network_policy)
             if workdir := self.task_env_config.workdir:
                 await self._held.exec(["mkdir", "-p", workdir], user="0:0")

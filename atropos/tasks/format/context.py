@@ -36,6 +36,7 @@ class Context:
         for path in (own.with_name(f"{own.name}.dockerignore"), folder / ".dockerignore"):
             if path.is_file():
                 lines = path.read_text(encoding="utf-8-sig", errors="replace").splitlines()
+                # `#` at the very beginning alone: a name may start with it after a blank.
                 patterns = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
                 try:
                     PatternMatcher(list(patterns))
@@ -74,6 +75,7 @@ class Context:
         return [path.relative_to(self.folder).as_posix() for path in self.sources(pattern, exclude)]
 
     def _glob(self, pattern: str, *, deep: bool) -> list[Path]:
+        # Go's patterns negate with `^`, Python's with `!`.
         text = pattern.replace("[^", "[!")
         deepest = f"{text}/*" if text.endswith("**") else text
         matching = self.folder.glob(
@@ -87,6 +89,7 @@ class Context:
         Raises:
             ConfigError: it leads to nothing, or out of the context.
         """
+        # Both, as the context itself may be reached by a link.
         target, top = (Path(os.path.realpath(each)) for each in (path, self.folder))
         if not target.exists() or not target.is_relative_to(top):
             leads = f"a link to {os.readlink(path)}" if path.is_symlink() else f"leads to {target}"
@@ -104,6 +107,7 @@ class Context:
         ignored: dict[str, Path] = {}
         for name, path in walk(folder):
             if included(path, name):
+                # `!folder/file` brings one file back, and with it the folders that lead to it.
                 for above in [each for each in ignored if name.startswith(f"{each}/")]:
                     yield above, ignored.pop(above)
                 yield name, path

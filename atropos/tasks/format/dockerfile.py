@@ -82,7 +82,7 @@ class _Reader(Words):
         super().__init__(str(path), ast.escape_token, images.architecture)
         self.path, self.context, self.ast, self.images, self.arguments = path, context, ast, images, arguments
         self.copied: dict[str, int] = {}
-        """BuildInputs that files are copied from, each with a negative number in place of a stage's."""
+        """Images that files are copied from, each with a negative number in place of a stage's."""
         self.stages: list[Building] = []
 
     def read(self, target: str | None) -> Recipe:
@@ -122,6 +122,7 @@ class _Reader(Words):
         known |= {stage.index: stage.done() for stage in self.stages}
         stages: dict[int, Stage] = {}
         waiting = [last]
+        # As BuildKit has it: stages that nothing leads to are not built.
         while waiting:
             for copy in (copy for step in waiting.pop().steps for copy in copies(step)):
                 if copy.stage is not None and copy.stage not in stages:
@@ -140,13 +141,16 @@ class _Reader(Words):
         words = [self._word(word) for word in instruction.args]
         if len(words) not in {1, 3} or (len(words) == 3 and words[1].upper() != "AS") or not words[0]:
             raise self._refusal(f"{' '.join(words)}: write FROM IMAGE or FROM IMAGE AS NAME")
+        # BuildKit compares names of stages without regard to case.
         name = words[2].lower() if len(words) == 3 else ""
         index = len(self.stages)
         parent = self._stage(words[0])
         if parent is None:
             settings = self.images.settings.get(words[0], StepSettings())
             triggers = settings.onbuild
+            # Docker makes a folder of each when a container starts.
             volumes = [Folder(path) for path in settings.volumes]
+            # Triggers are for the next build alone, not for those that stand on it.
             self.stages.append(Building(index, words[0], replace(settings, onbuild=()), name, volumes=volumes))
         else:
             triggers = parent.onbuild
@@ -159,6 +163,7 @@ class _Reader(Words):
                     volumes=list(parent.volumes),
                     # an ARG that an ENV has is the ENV again
                     arguments={n: value for n, value in parent.arguments.items() if n not in parent.settings.env},
+                    # Inherited by now: an ENTRYPOINT of this stage drops it.
                     own_cmd=False,
                     onbuild=(),
                 )
@@ -168,6 +173,7 @@ class _Reader(Words):
                 self._instruction(triggered)
 
     def _stage(self, name: str) -> Building | None:
+        # The latest of two with one name.
         return next((stage for stage in reversed(self.stages) if stage.name and stage.name == name.lower()), None)
 
     def _arg(self, instruction: DockerfileInstruction, stage: Building | None) -> None:
@@ -178,11 +184,15 @@ class _Reader(Words):
                 into[name] = self.arguments[name]
             elif equals:
                 into[name] = self._word(value, stage)
+            # An ARG before the first FROM is known in a stage only where that declares it again, and then needs no
+            # value.
             elif name in self.globals:
                 into[name] = self.globals[name]
 
     def _env(self, instruction: DockerfileInstruction, stage: Building) -> None:
+        # The parser gives three words for each: name, value and the sign between them.
         pairs = zip(instruction.args[::3], instruction.args[1::3], strict=True)
+        # All words by the environment before the instruction: `ENV a=1 b=$a` has the former `a` (Dockerfile reference).
         added = {self._word(name, stage): self._word(value, stage) for name, value in pairs}
         stage.settings = replace(stage.settings, env={**stage.settings.env, **added})
         stage.arguments = {name: value for name, value in stage.arguments.items() if name not in added}
@@ -206,6 +216,7 @@ class _Reader(Words):
         network = flags.get("network", ["default"])[-1]
         if network not in {"default", "none"}:
             raise self._refusal(f"--network={network} can't be honoured in a slot: remove it")
+        # Build arguments are variables of RUN, and of no container.
         settings = replace(stage.settings, env={**stage.settings.env, **stage.arguments})
         mounts = [mount for text in flags.get("mount", ()) if (mount := self._mount(text, stage)) is not None]
         if instruction.json:
@@ -231,6 +242,7 @@ class _Reader(Words):
         documents = instruction.heredocs
         if len(documents) == 1 and parse_heredoc(text) is not None:
             return _content(documents[0])
+        # The shell reads here-documents itself, with their ends.
         return "\n".join([text, *(f"{one.content}{one.name}" for one in documents)])
 
     @staticmethod
@@ -279,7 +291,9 @@ class _Reader(Words):
         stage = self._stage(name)
         index = stage.index if stage is not None else int(name) if name.isdecimal() else None
         if index is None:
+            # No stage: an image, which is like a stage without steps.
             return self.copied.setdefault(name, -1 - len(self.copied))
+        # Neither itself nor a later one, so that no circle can come about.
         if index >= len(self.stages) - 1:
             raise self._refusal(f"--from={name}: is no earlier stage; copy from one above")
         return index
@@ -308,6 +322,7 @@ class _Reader(Words):
         parents = self._switch(flags, "parents", default=False)
         if parents and source is not None and any("**" in each for each in sources):
             raise self._refusal("--parents of a stage takes no ** here: name the folders, or use *")
+        # By its name a folder, even where nothing is there yet.
         if destination.endswith(("/", "/.")) or destination == "." or len(words) > 2 or parents:
             target = target.rstrip("/") + "/"
         return Copy(
@@ -332,6 +347,7 @@ class _Reader(Words):
         known = dict.fromkeys(("chown", "chmod", "link", "exclude", "checksum", "unpack"), "")
         flags = self._flags(instruction, {**known, "keep-git-dir": "clone with RUN"})
         sources = [self._word(word, stage) for word in instruction.args[:-1]]
+        # BuildKit takes an address that ends in `.git` for a repository.
         if any(re.match(r"https?://(?!\S*\.git(#|$))", word) for word in sources):
             self._download(instruction, stage, flags, sources)
             return
@@ -376,6 +392,7 @@ class _Reader(Words):
             raise self._refusal(f"--chmod={mode}: a download has no mode to change; write digits")
         owner = self._word(flags["chown"][-1], stage) if "chown" in flags else None
         path = stage.path(target) + ("/" if target.endswith("/") else "")
+        # Docker gives a download the mode 0600.
         stage.steps.append(Download(address, path, checksum, 0o600 if mode is None else mode, owner, unpack))
 
     def _volume(self, instruction: DockerfileInstruction, stage: Building) -> None:
@@ -404,6 +421,7 @@ class _Reader(Words):
         stage.settings = replace(stage.settings, healthcheck=described)
 
     def _entrypoint(self, instruction: DockerfileInstruction, stage: Building) -> None:
+        # As Docker has it: an ENTRYPOINT drops the CMD of the image that it stands on, which belonged to another one.
         cmd = stage.settings.cmd if stage.own_cmd else ()
         stage.settings = replace(stage.settings, entrypoint=self._started(instruction, stage), cmd=cmd)
 
