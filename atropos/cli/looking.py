@@ -92,9 +92,9 @@ async def server(client: httpx.AsyncClient) -> Look:
         if answer.status_code == 200:
             status = ServerStatus.model_validate_json(answer.content)
             answer = await client.get("/usage")
-            told = answer.status_code == 200
+            answered = answer.status_code == 200
             return _executor_server(
-                url, status, UsageReport.model_validate_json(answer.content) if told else UsageReport(usage=())
+                url, status, UsageReport.model_validate_json(answer.content) if answered else UsageReport(usage=())
             )
     if answer.status_code in {401, 429, 503}:
         refuse(url, answer)

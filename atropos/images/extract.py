@@ -79,7 +79,7 @@ class Target:
 
     def __init__(self, folder: str, max_bytes: int) -> None:
         self._folder = folder
-        self._left = max_bytes
+        self._remaining = max_bytes
         self._room = f"more than the {max_bytes >> 20} MiB that the image store may hold (image_store.quota_mib)"
 
     def copy(self, source: IO[bytes]) -> str:
@@ -88,8 +88,8 @@ class Target:
         part, digest = os.path.join(self._folder, "part"), hashlib.sha256()
         with open(part, "wb") as file:
             while chunk := source.read(CHUNK):
-                self._left -= len(chunk)
-                if self._left < 0:
+                self._remaining -= len(chunk)
+                if self._remaining < 0:
                     raise ImageRefused(self._room)
                 digest.update(chunk)
                 file.write(chunk)
@@ -102,8 +102,8 @@ class Target:
         # program is, however that ends.
         file = open(os.open(self._folder, os.O_RDWR | os.O_TMPFILE, 0o600), "w+b")  # noqa: SIM115 (its user closes it)
         for chunk in source:
-            self._left -= len(chunk)
-            if self._left < 0:
+            self._remaining -= len(chunk)
+            if self._remaining < 0:
                 raise ImageRefused(self._room)
             file.write(chunk)
         file.seek(0)

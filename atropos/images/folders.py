@@ -28,12 +28,12 @@ class Folders:
     """
 
     # Members of a tar come folder by folder, so that a few are enough; each costs a descriptor.
-    KEPT = 64
+    MOST_OPEN = 64
 
     def __init__(self, top: int, make: Callable[[int, str, str], None]) -> None:
         self._top = top
         self._make = make
-        self._kept: dict[str, int] = {}
+        self._open_folders: dict[str, int] = {}
 
     def open(self, path: str, *, make: bool = False) -> int:
         """A folder's descriptor, which belongs to this object; it stays open while the next one is opened.
@@ -44,21 +44,21 @@ class Folders:
         if not path:
             return self._top
         # Popped and put back at the end: a dict keeps the order in which keys were added, which makes this an LRU.
-        fd = self._kept.pop(path, None)
+        fd = self._open_folders.pop(path, None)
         if fd is None:
             fd = self._opened(path, make=make)
-        self._kept[path] = fd  # the one needed last is at the end
-        if len(self._kept) > self.KEPT:
-            os.close(self._kept.pop(next(iter(self._kept))))
+        self._open_folders[path] = fd  # the one needed last is at the end
+        if len(self._open_folders) > self.MOST_OPEN:
+            os.close(self._open_folders.pop(next(iter(self._open_folders))))
         return fd
 
     def _opened(self, path: str, *, make: bool) -> int:
         above, parts = path, list[str]()
         # From the nearest folder that is open, not from the top: paths of `node_modules` are ten folders deep.
-        while above and above not in self._kept:
+        while above and above not in self._open_folders:
             above, _, part = above.rpartition("/")
             parts.append(part)
-        start = fd = self._kept[above] if above else self._top
+        start = fd = self._open_folders[above] if above else self._top
         at = above
         for part in reversed(parts):
             at = f"{at}/{part}" if at else part
@@ -87,11 +87,11 @@ class Folders:
 
     def close(self) -> None:
         """Close them all, the topmost one too."""
-        for fd in (*self._kept.values(), self._top):
+        for fd in (*self._open_folders.values(), self._top):
             os.close(fd)
 
     def forget(self, path: str) -> None:
         """A folder is about to be removed."""
         # Those below it, too. A descriptor of a removed folder would still work, and what is made there be lost.
-        for each in [each for each in self._kept if f"{each}/".startswith(f"{path}/")]:
-            os.close(self._kept.pop(each))
+        for each in [each for each in self._open_folders if f"{each}/".startswith(f"{path}/")]:
+            os.close(self._open_folders.pop(each))

@@ -214,16 +214,16 @@ class _PartReader:
     """A parser of multipart bodies, whose callbacks collect what it found."""
 
     def __init__(self, boundary: bytes) -> None:
-        self._found: list[PartPiece] = []
+        self._pieces: list[PartPiece] = []
         self._header, self._value, self._name = bytearray(), bytearray(), ""
         callbacks = {
             "on_part_begin": self._part_begin,
             "on_header_field": self._header_field,
             "on_header_value": self._header_value,
             "on_header_end": self._header_end,
-            "on_headers_finished": lambda: self._found.append(self._name),
+            "on_headers_finished": lambda: self._pieces.append(self._name),
             "on_part_data": self._part_data,
-            "on_part_end": lambda: self._found.append(None),
+            "on_part_end": lambda: self._pieces.append(None),
         }
         self._parser = MultipartParser(boundary, callbacks)  # pyright: ignore[reportArgumentType] (a TypedDict)
 
@@ -233,9 +233,9 @@ class _PartReader:
         Raises:
             ValueError: it belongs to no multipart body.
         """
-        self._found = []
+        self._pieces = []
         self._parser.write(chunk)
-        return self._found
+        return self._pieces
 
     def _part_begin(self) -> None:
         self._name = ""
@@ -247,7 +247,7 @@ class _PartReader:
         self._value += data[start:end]
 
     def _part_data(self, data: bytes, start: int, end: int) -> None:
-        self._found.append(data[start:end])
+        self._pieces.append(data[start:end])
 
     def _header_end(self) -> None:
         if bytes(self._header).lower() == b"content-disposition":

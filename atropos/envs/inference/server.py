@@ -212,13 +212,13 @@ class InferenceServer:
     ) -> list[Completion]:
         answer = await self._answer("POST", api.path, api.body(self.model, prompt, sampling, top=top))
         try:
-            told = api.prompt(answer)
+            echoed = api.prompt(answer)
             completions = api.read(answer)
         except _MALFORMED as error:
             what = f"has no {error}" if isinstance(error, KeyError) else f"is invalid ({type(error).__name__}: {error})"
             raise InferenceError(f"the inference server's answer {what}"[:300]) from error
         # The logprobs would be of another context than the one that is trained on.
-        if told is not None and list(told) != list(prompt):
+        if echoed is not None and list(echoed) != list(prompt):
             raise InferenceError(
                 "the inference server changed the prompt's tokens (a doubled BOS token?); it must use them as they are",
                 retryable=False,

@@ -37,7 +37,7 @@ class SlotGpus:
         self._devices = tuple(devices)
         self.env = {name: value for device in self._devices for name, value in device.env}
         self._links = dict.fromkeys(link for device in self._devices for link in device.links)
-        self._made: list[str] = []
+        self._mount_points: list[str] = []
 
     async def mount(self, roots: RootChanger, slot: int) -> None:
         """Mount their nodes and files in a slot (pidfd of its PID 1), and make their links in /dev.
@@ -48,7 +48,7 @@ class SlotGpus:
         # Devices of one kind share files; each is mounted once.
         binds = {bind.target: bind for device in self._devices for bind in device.binds}
         in_dev = [link for link in self._links if _in_dev(link[1])]
-        self._made = await roots.bind(slot, [binds[target] for target in sorted(binds)], in_dev)
+        self._mount_points = await roots.bind(slot, [binds[target] for target in sorted(binds)], in_dev)
 
     def make_links(self) -> Exec:
         """The command that makes other links and the cache of libraries, by the slot's own programs, as its root.
@@ -68,7 +68,7 @@ class SlotGpus:
         """
         # A descriptor in a message that nobody received keeps its device open until the kernel collects it.
         sockets.collect_garbage()
-        mount_points, self._made = self._made, []
+        mount_points, self._mount_points = self._mount_points, []
         # Deepest first: a folder can be removed once it is empty.
         for path in reversed(mount_points):
             if _in_dev(path):

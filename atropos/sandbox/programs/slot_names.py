@@ -74,7 +74,7 @@ class Resolver:
         self._sock = sock
         self._find = find
         self.addresses = FakeAddresses()
-        self._found: dict[str, asyncio.Future[str]] = {}
+        self._canonical: dict[str, asyncio.Future[str]] = {}
         """By the requested name: its canonical form, or the look-up of it, for `TTL_S`."""
         self._answers = Tasks("names of a slot")
         self._lookups = Tasks("names of a slot")
@@ -99,7 +99,7 @@ class Resolver:
         # Answers that were judged by the old rules must not leave any more.
         self._answers.stop()
         self._lookups.stop()
-        self._found.clear()
+        self._canonical.clear()
 
     def _readable(self) -> None:
         try:
@@ -150,23 +150,23 @@ class Resolver:
 
     async def _known(self, asked: str) -> str:
         """As `find`, once for all that ask within `TTL_S`; what failed is tried again."""
-        lookup = self._found.get(asked)
+        lookup = self._canonical.get(asked)
         if lookup is None:
             # Names that are looked up right now count as well, or a flood of new ones would have no bound.
-            if len(self._found) >= MOST_NAMES:
+            if len(self._canonical) >= MOST_NAMES:
                 raise OSError("this slot asks for too many names")
-            lookup = self._found[asked] = self._lookups.spawn(self._find(asked), "look-up", awaited=True)
+            lookup = self._canonical[asked] = self._lookups.spawn(self._find(asked), "look-up", awaited=True)
             lookup.add_done_callback(lambda done: self._keep(asked, done))
         # Others ask for the same name; one that gives up ends only its own wait.
         return await asyncio.shield(lookup)
 
-    def _keep(self, asked: str, found: asyncio.Future[str]) -> None:
+    def _keep(self, asked: str, lookup: asyncio.Future[str]) -> None:
         def drop() -> None:
             # `forget` may have been called since, and the name be asked for anew.
-            if self._found.get(asked) is found:
-                del self._found[asked]
+            if self._canonical.get(asked) is lookup:
+                del self._canonical[asked]
 
-        if found.cancelled() or found.exception() is not None:
+        if lookup.cancelled() or lookup.exception() is not None:
             drop()
         else:
             asyncio.get_running_loop().call_later(TTL_S, drop)

@@ -261,7 +261,7 @@ class Unpacker:
         self._targets = LayerFolders(layers)
         self._tops = [LayerFolder(layer) for layer in range(len(layers))]
         self._below: dict[tuple[LayerFolder, str], LayerFolder] = {}
-        self._made: list[LayerFolder] = []
+        self._layer_folders: list[LayerFolder] = []
         self._headers: list[tarfile.TarInfo] = []
 
     def unpack(self, source: IO[bytes]) -> None:
@@ -286,7 +286,7 @@ class Unpacker:
                     raise NotASnapshot(f"a number below zero: {info.name[:200]!r}")
                 self._make(tar, info, folder, name)
         # Folders last: making things in them changes their times, and a mode may forbid it.
-        for folder, info in zip(reversed(self._made), reversed(self._headers), strict=True):
+        for folder, info in zip(reversed(self._layer_folders), reversed(self._headers), strict=True):
             _finish(self._folders.open(folder), info)
         allowed = _TRAILING
         while data := source.read(_COPY):
@@ -298,7 +298,7 @@ class Unpacker:
         """A member's folder, and its name there: empty for the layer's own folder."""
         parts = path.split("/")
         number = parts.pop(0) if under is None else under
-        starts = self._tops if under is None else self._made
+        starts = self._tops if under is None else self._layer_folders
         known = number.isdecimal() and int(number) < len(starts)
         # isdecimal: int() would also take a sign, spaces and underscores.
         if not known or any(part in {"", ".", ".."} for part in parts):
@@ -343,9 +343,9 @@ class Unpacker:
         if name:
             os.mkdir(name, 0o700, dir_fd=self._folders.open(folder))
             self._below[folder, name] = folder = folder.below(name)
-        elif folder in self._made:
+        elif folder in self._layer_folders:
             raise NotASnapshot("a layer that comes twice")
-        self._made.append(folder)
+        self._layer_folders.append(folder)
         self._headers.append(info)
 
     def _special(self, info: tarfile.TarInfo, folder: int, name: str) -> None:

@@ -44,7 +44,7 @@ class Keeper:
         self._condemned: dict[str, float] = {}
         """Containers that are not connected to, and until when, by the pool's clock: the backend may be unable to
         replace them."""
-        self._left: dict[str, set[str]] = {}
+        self._old_snapshots: dict[str, set[str]] = {}
         """Snapshots that containers may still have from before they were lost, by the container's id."""
         self._worn: set[str] = set()
         """Containers that were closed because of their retired slots; replaced when their leases have ended."""
@@ -107,7 +107,7 @@ class Keeper:
                 self._connect(container, self._state.config.start_timeout_s if due is None else RELINK_S)
         # What the backend no longer lists is forgotten, so that neither table grows with the pool's life.
         self._condemned = {key: due for key, due in self._condemned.items() if key in listed and due > now}
-        self._left = {key: names for key, names in self._left.items() if key in listed}
+        self._old_snapshots = {key: names for key, names in self._old_snapshots.items() if key in listed}
         self._state.replan()
 
     def _connect(self, container: Container, patience_s: float) -> None:
@@ -150,14 +150,14 @@ class Keeper:
             )
         if link.snapshots:
             # Before `lose`, which clears the link's own set.
-            self._left.setdefault(link.container.id, set()).update(each.id for each in link.snapshots)
+            self._old_snapshots.setdefault(link.container.id, set()).update(each.id for each in link.snapshots)
         link.lose(reason)
         self._state.serve()
         self._state.replan()
 
     async def _drop_old_snapshots(self, link: ContainerLink) -> None:
         """Drop this pool's old snapshots on a server that came back: it has ended its leases, but keeps snapshots."""
-        snapshot_ids = self._left.get(link.container.id, set())
+        snapshot_ids = self._old_snapshots.get(link.container.id, set())
         for snapshot_id in list(snapshot_ids):
             await link.client.drop_snapshot(snapshot_id)
             snapshot_ids.discard(snapshot_id)

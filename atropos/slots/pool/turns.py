@@ -23,7 +23,7 @@ class Turns:
     def __init__(self, most: int, each: int) -> None:
         self._free = most
         self._each = each
-        self._taken = Counter[Share]()
+        self._in_use = Counter[Share]()
         self._waiting: dict[asyncio.Future[Share], Collection[Share]] = {}
         """And whose they are, in the order in which they came."""
         self._last = WeakKeyDictionary[Share, int]()
@@ -45,18 +45,18 @@ class Turns:
             self._waiting.pop(served, None)
             if served.done() and not served.cancelled():
                 self._free += 1
-                self._taken[share := served.result()] -= 1
-                if not self._taken[share]:
-                    del self._taken[share]
+                self._in_use[share := served.result()] -= 1
+                if not self._in_use[share]:
+                    del self._in_use[share]
             self._serve()
 
     def _serve(self) -> None:
         while self._free:
             able = (
-                (self._taken[share] / share.quotas.weight, self._last.get(share, 0), number, served, share)
+                (self._in_use[share] / share.quotas.weight, self._last.get(share, 0), number, served, share)
                 for number, (served, wanted_by) in enumerate(self._waiting.items())
                 for share in wanted_by
-                if self._taken[share] < self._each and not served.cancelled()
+                if self._in_use[share] < self._each and not served.cancelled()
             )
             chosen = min(able, default=None, key=lambda each: each[:3])
             if chosen is None:
@@ -64,6 +64,6 @@ class Turns:
             *_, served, share = chosen
             del self._waiting[served]
             self._free -= 1
-            self._taken[share] += 1
+            self._in_use[share] += 1
             self._last[share] = next(self._numbers)
             served.set_result(share)

@@ -130,7 +130,7 @@ while [ "$count" -gt 0 ]; do
   holds=
   for each in "$1"/* "$1"/.[!.]* "$1"/..?*; do [ ! -e "$each" ] && [ ! -L "$each" ] || { holds=yes; break; }; done
   [ "$holds" ] || [ -L "$1" ] || [ ! -d "$1" ] || echo "empty:$count"
-  found=$(find "$1" -type l -print -quit) && [ -z "$found" ] || exit 1
+  first=$(find "$1" -type l -print -quit) && [ -z "$first" ] || exit 1
   count=$((count - 1)); shift
 done
 [ $# -gt 0 ] || exit 0
@@ -143,7 +143,7 @@ IFS='
 '
 set -f -- $sites
 [ $# -gt 0 ] || exit 0
-found=$(find "$@" -maxdepth 1 -name '*.dist-info' -cnewer /proc -print -quit) && [ -z "$found" ]
+first=$(find "$@" -maxdepth 1 -name '*.dist-info' -cnewer /proc -print -quit) && [ -z "$first" ]
 """
 """Succeeds where there is nothing to bring, as mostly: no link in the folders and no package that is younger than this
 machine. In a fifth of the time that a Python takes; programs of the agent's by these names can deprive it alone. It

@@ -51,7 +51,7 @@ class FileStream:
         self._near.setblocking(False)
         self._loop = asyncio.get_running_loop()
         self._broke_off = broke_off
-        self._left = max_bytes
+        self._remaining = max_bytes
         self._idle_checks = 0
         self._timer = self._loop.call_later(IDLE_S / IDLE_CHECKS, self._check_idle)
         self._turn: asyncio.Task[None] | None = None
@@ -171,8 +171,8 @@ class FileStream:
                 return
             self._idle_checks = 0
             # The runner keeps the bound, too; what it sends is not trusted.
-            self._left -= len(data)
-            if self._left < 0:
+            self._remaining -= len(data)
+            if self._remaining < 0:
                 raise ConnectionResetError("the slot sends more than was asked for")
             yield data
         raise ConnectionResetError("the stream is over")

@@ -149,7 +149,7 @@ class NomadBackend(Backend):
             raise BackendUnavailable("the Nomad backend is not running")
         self._view.ask(count)
         await self._grower.grow()
-        self._shrinker.wanted.set()
+        self._shrinker.requested.set()
         if not self._streams:  # a job whose allocations can't be placed reports no change
             self._wake.set()
 
@@ -280,7 +280,7 @@ class NomadBackend(Backend):
                 backoff.worked()
                 if self._outage.over():
                     self._changed.set()
-                    self._shrinker.wanted.set()
+                    self._shrinker.requested.set()
                     self._grower.cluster |= await self._api.keys() if self._view.known else frozenset()
             except BackendUnavailable as error:
                 stopped = f"job {self._job_id} runs" if isinstance(error, JobStopped) else "the engine answers"

@@ -30,25 +30,25 @@ class Shrinker:
     """Shrinks one job on request.
 
     Attributes:
-        wanted: set it when the job may have a surplus.
+        requested: set it when the job may have a surplus.
     """
 
     def __init__(self, api: NomadApi, http: ServerHttp, view: JobView, changed: ChangeFlag) -> None:
-        self.wanted = ChangeFlag()
+        self.requested = ChangeFlag()
         self._api, self._http = api, http
         self._view, self._changed = view, changed
 
     async def run(self, client_id: str) -> None:
         """Shrink until cancelled; leases of `client_id` keep no container."""
         while True:
-            await self.wanted.wait()
+            await self.requested.wait()
             try:
                 while await self._shrink_once(client_id):
                     pass
             except BackendUnavailable as error:
                 log.info("job %s can't be shrunk yet: %s", self._api.job_id, error)
                 await asyncio.sleep(DOUBT_S)
-                self.wanted.set()
+                self.requested.set()
 
     async def _shrink_once(self, client_id: str) -> bool:
         """End one container; False: there is no surplus, or other clients use it."""
