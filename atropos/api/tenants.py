@@ -149,8 +149,8 @@ class Tenants:
     # -------------------------------------------------------------------------------------------------------- doors
 
     def holder(self, value: bytes) -> str | None:
-        """The name of a key, or of the server's token; None: it is neither."""
-        return self._names.get(digest(value))
+        """The name of a key, or of the server's token; None: it is neither. A key may have `.ID` after it."""
+        return self._names.get(digest(value)) or self._names.get(digest(value.rpartition(b".")[0]))
 
     def enter(self, scope: Scope, given: bytes) -> Refusal | None:
         """Let a request in as its tenant's, which `tenant_of` finds; or say why not."""

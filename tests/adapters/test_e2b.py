@@ -174,6 +174,16 @@ def test_forks_leave_programs_running(server: Server, sandbox: Sandbox):
     assert not Sandbox.delete_snapshot(kept.snapshot_id, **server.options)
 
 
+BY_ID = """
+from e2b import Sandbox
+with Sandbox.create(timeout=300) as sandbox:
+    sandbox.files.write("kept", "kept")
+    (sandbox.beta_pause if hasattr(sandbox, "beta_pause") else sandbox.pause)()
+    again = Sandbox.connect(sandbox.sandbox_id)
+    print(again.files.read("kept"), again.commands.run("cat kept").stdout, again.is_running())
+"""
+
+
 @pytest.mark.parametrize(
     "python", [ROOT / ".peers/e2b-2.7.0/bin/python", Path(sys.executable)], ids=["oldest", "newest"]
 )
@@ -186,7 +196,7 @@ def test_the_programs_of_its_page_run(server: Server, python: Path, tmp_path: Pa
     here = templates.replace("python:3.13-slim", "base").replace("pip install httpx", "true")
     urls = dict.fromkeys(("E2B_API_URL", "E2B_SANDBOX_URL"), f"{server.url}/e2b")
     printed: list[str] = []
-    for program in (first, here):
+    for program in (first, here, BY_ID):
         done = subprocess.run(
             [python, "-c", program],
             capture_output=True,
@@ -197,7 +207,7 @@ def test_the_programs_of_its_page_run(server: Server, python: Path, tmp_path: Pa
         )
         assert done.returncode == 0, done.stderr
         printed += done.stdout.split()
-    assert printed == ["hello", "a", "line", "3", "built"]
+    assert printed == ["hello", "a", "line", "3", "built", "kept", "kept", "True"]
 
 
 def test_pages_list_all_sandboxes(server: Server):

@@ -49,10 +49,12 @@ _STREAMS: dict[str, tuple[type[messages.ConnectMessage], Callable[..., AsyncGene
 
 
 def _inside(path: str, handler: _Handler, method: str = "POST") -> Route:
-    """A route of the sandbox that the header `E2b-Sandbox-Id` names."""
+    """A route of the sandbox that the header `E2b-Sandbox-Id` names, or the access token's end: in old versions the SDK's
+    `connect` by an id sends the token alone."""
 
     async def answered(request: Request) -> Response:
-        sandbox_id = request.headers.get("e2b-sandbox-id", "")
+        _, named, in_token = request.headers.get("x-access-token", "").rpartition(".")
+        sandbox_id = request.headers.get("e2b-sandbox-id") or (in_token if named else "")
         try:
             sandbox = await sandboxes_of(request).awake(sandbox_id)
         except SandboxError as error:

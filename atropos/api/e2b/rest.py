@@ -173,12 +173,13 @@ def _answered(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Re
 
 
 def _opened(request: Request, sandbox: E2bSandbox) -> Json:
+    key = request.headers.get("x-api-key")
     return {
         "sandboxID": sandbox.id,
         "templateID": sandbox.template,
         "clientID": "atropos",
         "envdVersion": ENVD_VERSION,
-        "envdAccessToken": request.headers.get("x-api-key"),
+        "envdAccessToken": None if key is None else f"{key}.{sandbox.id}",
         "domain": request.app.state.domain,
         "trafficAccessToken": sandbox.traffic_token,
     }
