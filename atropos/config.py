@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
 
 from atropos.errors import ConfigError, LimitTooLarge
 from atropos.resources import NOTHING, Resources
@@ -245,30 +245,3 @@ class ServerConfig(SandboxSettings):
         """In JSON, with its secrets: never log it."""
         secrets = {name: value.get_secret_value() for name, value in self if isinstance(value, SecretStr)}
         return json.dumps(self.model_dump(mode="json") | secrets)
-
-
-def is_secret(setting: str) -> bool:
-    """Whether a setting's value is never shown, by its name."""
-    return setting in {"api_key", "tls", "token"} or setting.endswith("_token")
-
-
-def one_line(error: ValidationError, space: str = "") -> str:
-    """A validation error in one line: each setting, what is wrong with it, and what was given.
-
-    Args:
-        error: of a model of settings.
-        space: what goes before each setting's name.
-    """
-    parts: list[str] = []
-    for item in error.errors(include_url=False):
-        where = ".".join([*filter(None, [space]), *map(str, item["loc"])])
-        text = item["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
-        if item["type"] == "extra_forbidden":
-            text = "no such setting"
-        elif item["loc"] and item["type"] != "missing":
-            hidden = isinstance(item["input"], SecretStr) or is_secret(str(item["loc"][-1]))
-            text = f"{text[:1].lower()}{text[1:]} (got {'' if hidden else item['input']!r:.80})"
-        elif not item["loc"] and (":" in text or "(" in text):  # it already begins with a setting's name
-            where, text = "", f"{space}.{text}" if space else text
-        parts.append(f"{where}: {text}" if where else text)
-    return "; ".join(parts)

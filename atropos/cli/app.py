@@ -85,7 +85,7 @@ EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
 def describe(error: Exception) -> str:
     """An expected failure in one line, or in those that a program wrote."""
     if isinstance(error, ValidationError):
-        from atropos.config import one_line
+        from atropos.wire.base import one_line
 
         return one_line(error)
     if isinstance(error, SandboxError) and not isinstance(error, IsolationUnavailable):

@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from atropos.config import WholePath, one_line, split_names
+from atropos.config import WholePath, split_names
 from atropos.envs.adapter import REASONING_EFFORTS, BaseEnvConfig
 from atropos.errors import ConfigError
 from atropos.net.sockets import is_loopback
@@ -28,6 +28,7 @@ from atropos.slots.config import BackendName, PoolSettings
 from atropos.tools import ToolExecutorConfig, ToolLimits
 from atropos.tools.parsers import get_parser
 from atropos.wire import SlotLimits
+from atropos.wire.base import one_line
 
 
 def _known_parser(name: str) -> str:

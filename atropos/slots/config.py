@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, cast
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     ConfigDict,
     Field,
     SecretStr,
@@ -16,11 +15,12 @@ from pydantic import (
     model_validator,
 )
 
-from atropos.config import SandboxSettings, ServerConfig, SlotSettings, one_line
+from atropos.config import SandboxSettings, ServerConfig, SlotSettings
 from atropos.errors import ConfigError
 from atropos.images.manifests import MACHINE
 from atropos.images.reference import ImageSource
 from atropos.slots.plugins import BackendSettings, find_settings, known
+from atropos.wire.base import MadeByUsers, one_line
 
 S = TypeVar("S", bound=BackendSettings)
 
@@ -105,7 +105,7 @@ class PoolSettings(AllBackendSettings, SlotSettings):
         return self.architecture or MACHINE
 
 
-class Quotas(BaseModel):
+class Quotas(MadeByUsers):
     """What one client of a pool may use; None: as much as there is. Sizes in MiB."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")

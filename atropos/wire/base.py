@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+
+from atropos.errors import ConfigError
 
 __all__ = [
     "MAX_COMMAND_BYTES",
@@ -52,3 +54,50 @@ class WireMessage(BaseModel):
         ser_json_inf_nan="constants",
         defer_build=True,
     )
+
+
+def is_secret(setting: str) -> bool:
+    """Whether a setting's value is never shown, by its name."""
+    return setting in {"api_key", "tls", "token"} or setting.endswith("_token")
+
+
+def one_line(error: ValidationError, space: str = "", *, shown: bool = True) -> str:
+    """A validation error in one line: each setting, what is wrong with it, and what was given.
+
+    Args:
+        error: of a model of settings.
+        space: what goes before each setting's name.
+        shown: whether it may say what was given.
+    """
+    parts: list[str] = []
+    for item in error.errors(include_url=False):
+        where = ".".join([*filter(None, [space]), *map(str, item["loc"])])
+        text = item["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+        if item["type"] == "extra_forbidden":
+            text = "no such setting"
+        elif item["loc"] and item["type"] != "missing":
+            hidden = isinstance(item["input"], SecretStr) or is_secret(str(item["loc"][-1]))
+            got = f" (got {'' if hidden else item['input']!r:.80})" if shown else ""
+            text = f"{text[:1].lower()}{text[1:]}{got}"
+        elif not item["loc"] and (":" in text or "(" in text):  # it already begins with a setting's name
+            where, text = "", f"{space}.{text}" if space else text
+        parts.append(f"{where}: {text}" if where else text)
+    return "; ".join(parts)
+
+
+class MadeByUsers(BaseModel):
+    """Base of models that users of the package make.
+
+    Raises:
+        ConfigError: a field is wrong; one line that names it and says what would be right. One that is a part of
+            another model fails as pydantic's own do.
+    """
+
+    def __init__(self, **data: Any) -> None:
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            shown = not self.model_config.get("hide_input_in_errors", False)
+            raise ConfigError(one_line(error, shown=shown)) from None
+
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # pydantic makes parts of others without it

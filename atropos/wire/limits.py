@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from atropos.resources import Resources
-from atropos.wire.base import MAX_MEMBERS, WireMessage
+from atropos.wire.base import MAX_MEMBERS, MadeByUsers, WireMessage
 
 __all__ = ["LIMIT_REACHED", "LeaseLimits", "Limit", "SlotLimits"]
 
@@ -66,7 +66,7 @@ class SlotLimits(BaseModel):
         return self.model_copy(update=lease.model_dump(exclude_none=True, include=set(SlotLimits.model_fields)))
 
 
-class LeaseLimits(WireMessage):
+class LeaseLimits(MadeByUsers, WireMessage):
     """Limits of one lease instead of the server's `SlotLimits`; None: the server's."""
 
     memory_mib: int | None = Field(default=None, ge=32, le=1 << 30)

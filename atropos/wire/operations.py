@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from atropos.wire.base import MAX_FILE_BYTES, MAX_HOSTS, ChosenId, WireMessage
 
@@ -68,12 +68,19 @@ class SlotOperation(WireMessage):
         return FILE_DEADLINE_S
 
 
+def _check_env(env: dict[str, str]) -> dict[str, str]:
+    for name, value in env.items():
+        if not name or "=" in name or "\0" in name or "\0" in value:
+            raise ValueError(f"{name!r:.80}: a variable has a name, no '=' in it, and no zero byte in name or value")
+    return env
+
+
 class StartOperation(SlotOperation):
     """Base of operations that start a program."""
 
     command: CommandOrArgv
     workdir: str | None = Field(default=None, description="None: /workspace")
-    env: dict[str, str] = Field(default_factory=dict)
+    env: Annotated[dict[str, str], AfterValidator(_check_env)] = Field(default_factory=dict)
     user: User = None
     concurrent: bool = Field(default=False, description="run now; neither wait for other calls nor keep them waiting")
 

@@ -9,7 +9,7 @@ from typing import Annotated, Self
 from pydantic import ConfigDict, Field, PlainSerializer, SecretStr, model_validator
 
 from atropos.net.secrets import check_header, check_value, host_rule
-from atropos.wire.base import WireMessage
+from atropos.wire.base import MadeByUsers, WireMessage
 
 __all__ = [
     "MAX_SECRETS",
@@ -23,13 +23,13 @@ _Value = Annotated[
 ]
 
 
-class EgressSecret(WireMessage):
+class EgressSecret(MadeByUsers, WireMessage):
     """A header that the slot's requests to some hosts get on their way out; the slot never has it.
 
     `tls`: the requests are made by TLS, which the egress proxy ends for these hosts.
 
     Raises:
-        ValueError: a host, the header or the value is none; the message is without the value.
+        ConfigError: a host, the header or the value is none; the message is without the value.
     """
 
     model_config = ConfigDict(hide_input_in_errors=True)

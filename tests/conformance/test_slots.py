@@ -34,6 +34,8 @@ async def test_local_file_is_whole_or_old(slot, tmp_path):
     [
         (lambda slot: slot.exec("true", timeout_s=-1), r"timeout_s: .* greater than 0 \(got -1\)"),
         (lambda slot: slot.exec("true", env={"A": 1}), r"env\.A: .* string \(got 1\)"),
+        (lambda slot: slot.exec("true", env={"A=B": "1"}), r"env: 'A=B': a variable has a name, no '='"),
+        (lambda slot: slot.exec("true", env={"A": "\0"}), "env: 'A': .* no zero byte"),
         (lambda slot: slot.start("true", buffer_bytes=-1), "buffer_bytes: "),
         (lambda slot: slot.write_file("a", b"", mode=-1), "mode: "),
         (lambda slot: slot.download("a", max_bytes=-1), "max_bytes: "),

@@ -49,8 +49,10 @@ _STREAMS: dict[str, tuple[type[messages.ConnectMessage], Callable[..., AsyncGene
 
 
 def _inside(path: str, handler: _Handler, method: str = "POST") -> Route:
-    """A route of the sandbox that the header `E2b-Sandbox-Id` names, or the access token's end: in old versions the SDK's
-    `connect` by an id sends the token alone."""
+    """A route of the sandbox that the header `E2b-Sandbox-Id` names, or the access token.
+
+    In old versions the SDK's `connect` by an id sends the token alone.
+    """
 
     async def answered(request: Request) -> Response:
         _, named, in_token = request.headers.get("x-access-token", "").rpartition(".")

@@ -22,8 +22,9 @@ import yaml
 from click.core import ParameterSource
 from pydantic import BaseModel, ValidationError
 
-from atropos.config import is_secret, one_line, split_names
+from atropos.config import split_names
 from atropos.errors import ConfigError
+from atropos.wire.base import is_secret, one_line
 
 if TYPE_CHECKING:
     from atropos.envs.adapter import APIServerConfig

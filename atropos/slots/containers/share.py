@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
-from atropos.errors import QuotaReached
+from atropos.errors import ConfigError, QuotaReached
 from atropos.images.reference import is_built
 from atropos.slots.config import Quotas
 
@@ -103,7 +103,9 @@ class Share:
     """
 
     def __init__(self, quotas: Quotas | None = None) -> None:
-        self.quotas = quotas or Quotas()
+        self.quotas = Quotas() if quotas is None else quotas
+        if not isinstance(cast("object", self.quotas), Quotas):
+            raise ConfigError(f"quotas: write a Quotas (got {type(quotas).__name__})")
         self.secrets: tuple[EgressSecret, ...] = ()
         self.held_mib = 0
         self.snapshots: set[Kept] = set()

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import MappingProxyType
-from typing import Concatenate, ParamSpec, Protocol, Self, runtime_checkable
+from typing import Concatenate, ParamSpec, Protocol, Self, cast, runtime_checkable
 
 from pydantic import ValidationError
 
@@ -34,7 +34,7 @@ from atropos.slots.pool.images import PoolImages, Progress
 from atropos.slots.pool.report import PoolReport
 from atropos.slots.pool.stats import PoolStats
 from atropos.slots.slot import Slot
-from atropos.slots.slot.arguments import named_if_wrong
+from atropos.slots.slot.arguments import check_seconds, named_if_wrong
 from atropos.slots.slot.snapshots import Snapshot
 from atropos.wire import MAX_SECRETS, EgressSecret, ImageInfo, ImageState, LeaseLimits
 
@@ -91,7 +91,9 @@ class SlotPool:
         backend: Backend | None = None,
         make_client: ClientFactory | None = None,
     ) -> None:
-        self.config = config or SlotPoolConfig()
+        self.config = SlotPoolConfig() if config is None else config
+        if not isinstance(cast("object", self.config), SlotPoolConfig):
+            raise ConfigError(f"config: write a SlotPoolConfig (got {type(config).__name__})")
         # Random: host names and process ids repeat in containers, and pools that share a server must not share leases.
         self.client_id = f"{os.uname().nodename[:60]}-{os.getpid()}-{secrets.token_hex(16)}"
         if isinstance(backend, str):
@@ -288,7 +290,7 @@ class SlotPool:
         if limits is not None:
             # At once, not after `acquire_timeout_s`: no container will ever have so much.
             self.config.check_room(limits, self.config.slots_per_container)
-        timeout_s = self.config.acquire_timeout_s if timeout_s is None else timeout_s
+        timeout_s = self.config.acquire_timeout_s if timeout_s is None else check_seconds("timeout_s", timeout_s)
         try:
             return await self._grants.acquire(terms, image, timeout_s)
         except TimeoutError:
@@ -436,6 +438,8 @@ class SlotPool:
         if image is not None and base is not None:
             raise ConfigError("base and image exclude each other: set one of them")
         network = self.config.allow_network if network is None else network
+        if not all(isinstance(each, EgressSecret) for each in cast("Sequence[object]", secrets)):
+            raise TypeError("secrets")  # `named_if_wrong` says more
         # Secrets are put in by the egress proxy, so that a slot without a network has no use for them.
         inserted = (*secrets, *(() if share is None else share.secrets)) if network else ()
         if len(inserted) > MAX_SECRETS:

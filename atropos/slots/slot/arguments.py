@@ -12,8 +12,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from pydantic import BaseModel, ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
-from atropos.config import one_line
 from atropos.errors import ConfigError
+from atropos.wire.base import one_line
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -37,6 +37,17 @@ def named_if_wrong(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, C
             raise
 
     return checked
+
+
+def check_seconds(name: str, seconds: float) -> float:
+    """An argument that is a time.
+
+    Raises:
+        ConfigError: it is negative, or no number.
+    """
+    if not seconds >= 0:  # nor is NaN
+        raise ConfigError(f"{name}: write seconds, 0 or more (got {seconds:g})")
+    return seconds
 
 
 def _wrong_types(method: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from atropos import wire
 from atropos.errors import SandboxError
-from atropos.slots.slot.arguments import named_if_wrong
+from atropos.slots.slot.arguments import check_seconds, named_if_wrong
 from atropos.slots.slot.files import SlotFiles
 from atropos.slots.slot.results import ExecResult, answered, file_error
 from atropos.slots.slot.uploads import PIECE_BYTES
@@ -76,7 +76,7 @@ class Process:
         Returns:
             Its exit code; None when it still runs after `timeout_s`.
         """
-        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        deadline = math.inf if timeout_s is None else time.monotonic() + check_seconds("timeout_s", timeout_s)
         while self.exit_code is None:
             remaining_s = deadline - time.monotonic()
             # In slices: a call that waits for hours would outlive any connection's patience.

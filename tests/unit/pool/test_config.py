@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import pytest
 from pydantic import ValidationError
 
 from atropos.adapters.sharing import MAX_OUTPUT_BYTES, pool_config
-from atropos.config import ServerConfig, one_line
+from atropos.config import ServerConfig
 from atropos.errors import ConfigError
-from atropos.slots import SlotPool, SlotPoolConfig
+from atropos.slots import EgressSecret, LeaseLimits, Quotas, Share, SlotPool, SlotPoolConfig
 from atropos.slots.config import server_json
-from atropos.wire import SlotLimits
+from atropos.wire import LeaseRequest, SlotLimits
+from atropos.wire.base import one_line
 
 
 @pytest.mark.parametrize(
@@ -117,3 +119,32 @@ async def test_bad_address_is_named(settings, says):
 def test_a_name_is_no_backend():
     with pytest.raises(ConfigError, match=r"backend: 'local' is a name.*SlotPoolConfig\(backend="):
         SlotPool(backend="local")
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: LeaseLimits(memory_mib=-1), r"memory_mib: input should be greater than or equal to 32 (got -1)"),
+        (lambda: LeaseLimits(memory=1), "memory: no such setting"),
+        (lambda: LeaseLimits(gpu_types=("H100",)), "gpu_types: say in gpus how many of them"),
+        (lambda: Quotas(slots=-1), "slots: input should be greater than or equal to 0 (got -1)"),
+        (lambda: Share({"slots": 3}), "quotas: write a Quotas (got dict)"),
+        (lambda: SlotPool({"backend": "local"}), "config: write a SlotPoolConfig (got dict)"),
+        (lambda: EgressSecret(hosts=("a.example",), value=5), "value: input should be a valid string"),
+        (lambda: EgressSecret(hosts=("a.example",), value="two\nlines"), None),
+    ],
+)
+def test_what_users_make_is_checked(make: Callable[[], object], says: str | None):
+    with pytest.raises(ConfigError) as caught:
+        make()
+    said = str(caught.value)
+    assert "\n" not in said
+    assert "two" not in said, "a secret is never shown"
+    assert says in {None, said}
+
+
+def test_parts_of_messages_fail_as_messages_do():
+    """A server names the field of a request."""
+    with pytest.raises(ValidationError) as caught:
+        LeaseRequest.model_validate({"lease_id": "l" * 32, "limits": {"memory_mib": -1}})
+    assert ("limits", "memory_mib") in [each["loc"] for each in caught.value.errors()]

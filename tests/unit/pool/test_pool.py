@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import os
 import random
 import time
@@ -1043,6 +1044,10 @@ async def test_stop_waits_for_drops():
         ({"image": 5}, r"image: .*string \(got int\)"),
         ({"snapshot": "s"}, r"snapshot: .*Snapshot \(got str\)"),
         ({"timeout_s": "soon"}, r"timeout_s: .*number \(got str\)"),
+        ({"timeout_s": -1}, r"timeout_s: write seconds, 0 or more \(got -1\)"),
+        ({"timeout_s": math.nan}, r"timeout_s: write seconds, 0 or more \(got nan\)"),
+        ({"secrets": ["a"]}, r"secrets: .*EgressSecret.* \(got list\)"),
+        ({"secrets": "a"}, r"secrets: .* \(got str\)"),
     ],
     ids=str,
 )

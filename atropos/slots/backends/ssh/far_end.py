@@ -16,11 +16,12 @@ import sys
 from pydantic import ValidationError
 
 from atropos.aio import race
-from atropos.config import ServerConfig, one_line
+from atropos.config import ServerConfig
 from atropos.errors import BackendUnavailable, ConfigError, IsolationUnavailable
 from atropos.slots.backends.local.backend import LocalServer, make_scratch, remove_scratch, remove_stale_scratch
 from atropos.slots.backends.spec import BAD_CONFIG, NO_ISOLATION
 from atropos.slots.backends.supervised import STOP_S
+from atropos.wire.base import one_line
 
 MAX_LINE_BYTES = 1024 * 1024
 READY_S = 3600.0
