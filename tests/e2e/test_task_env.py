@@ -445,7 +445,7 @@ async def test_each_slot_has_main(policy, tmp_path, fork_setup):
         entrypoint = "[]" if name == "view" else json.dumps(started)
         if name == "view":
             command = json.dumps([*started, *WAITS])
-            (folder / "compose.yaml").write_text(f"services: {{main: {{build: ., command: {command}}}}}\n")
+            (folder / "docker-compose.yaml").write_text(f"services: {{main: {{build: ., command: {command}}}}}\n")
         (folder / "Dockerfile").write_text(
             f"FROM debian\nCOPY serve.py /\nWORKDIR /app\nENTRYPOINT {entrypoint}\nCMD no\n"
         )

@@ -34,6 +34,8 @@ _CAPABILITIES = {
     *("SETFCAP", "SETGID", "SETPCAP", "SETUID", "SYS_CHROOT", "SYS_PTRACE"),
 }
 """Which add nothing: those that Docker gives anyway, and what debuggers need, which slots have."""
+_NOTHING = (None, False, "", [], {})
+"""Values of keys that ask for nothing, as in `privileged: false`."""
 _OF_THE_BUILDER = {"cache_from", "cache_to", "labels", "no_cache", "pull", "shm_size", "tags"}
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,250}[A-Za-z0-9_])?")
 _FROM_HARNESS = re.compile(r"\$\w+|\$\{\w+\}")
@@ -164,7 +166,9 @@ def _tables(path: Path) -> tuple[dict[str, _ServiceTable], set[str]]:
     if not services:
         raise ConfigError(f"{path}: has no services; name one, `main`")
     chosen = {name: entry for name, entry in services.items() if name in _MAIN or not table(entry).get("profiles")}
-    closed = {name for name, entry in table(table(raw).get("networks")).items() if table(entry).get("internal") is True}
+    closed = {
+        name for name, entry in table(table(raw).get("networks")).items() if values.truth(table(entry).get("internal"))
+    }
     return {name: _table(entry, f"{path}: services.{name}") for name, entry in (chosen or services).items()}, closed
 
 
@@ -174,7 +178,8 @@ def _table(given: object, where: str) -> _ServiceTable:
     except ValidationError as error:
         raise ConfigError(explained(where, error, loc=1)) from None
     build = service.build.model_extra if isinstance(service.build, _ComposeBuild) else None
-    unknown = [key for key in service.model_extra or {} if key not in _WITHOUT_EFFECT and not key.startswith("x-")]
+    asked = [key for key, value in (service.model_extra or {}).items() if value not in _NOTHING]
+    unknown = [key for key in asked if key not in _WITHOUT_EFFECT and not key.startswith("x-")]
     unknown += [f"build.{key}" for key, value in (build or {}).items() if value and key not in _OF_THE_BUILDER]
     if table(service.deploy).get("replicas", 1) != 1:
         unknown.append("deploy.replicas")

@@ -43,6 +43,11 @@ def table(value: object) -> dict[str, object]:
     return cast("dict[str, object]", value) if isinstance(value, dict) else {}
 
 
+def truth(value: object) -> bool:
+    """Whether something is said to be so, in one of the words that compose knows."""
+    return str(value).lower() in {"true", "yes", "on", "y", "1"}
+
+
 def filled(text: str, where: str) -> str:
     """A value with `${NAME:-default}` replaced by the default: nothing of this machine comes into a task.
 
@@ -116,7 +121,11 @@ def environment(value: Mapping[str, object] | Sequence[str] | None, where: str) 
     for name, content in pairs:
         if content is None:
             raise ConfigError(f"{where}.{name}: takes the value of this machine; write the value")
-        text = str(content).lower() if isinstance(content, bool) else str(content)
+        text = str(content)
+        if isinstance(content, bool):
+            text = text.lower()
+        elif isinstance(content, float):
+            text = text.removesuffix(".0")
         if not text.startswith("${T_BENCH_"):
             variables[name] = filled(text, f"{where}.{name}")
     return variables
@@ -134,7 +143,7 @@ def env_files(value: object, folder: Path, where: str) -> dict[str, str]:
         path = _inside(folder, filled(str(entry.get("path")), where), where)
         if unknown := entry.keys() - {"path", "required"}:
             raise ConfigError(f"{where}: {min(unknown)} can't be honoured; remove it")
-        if entry.get("required") is False and not path.exists():
+        if not truth(entry.get("required", True)) and not path.exists():
             continue
         for number, line in enumerate(read_text(path, "write it, or remove it").splitlines(), 1):
             text = line.strip().removeprefix("export ").lstrip()
@@ -176,7 +185,7 @@ def healthcheck(value: object, where: str) -> HealthConfig | None:
     if not entry:
         return None
     test = entry.get("test")
-    if entry.get("disable") is True or test in ("NONE", ["NONE"]):
+    if truth(entry.get("disable")) or test in ("NONE", ["NONE"]):
         return HealthConfig(test=health.NONE)
     command = ["CMD-SHELL", test] if isinstance(test, str) else test
     words = [filled(str(word), where) for word in cast("list[object]", command)] if isinstance(command, list) else []
@@ -195,7 +204,7 @@ def dependencies(value: object, names: Sequence[str], where: str) -> dict[str, C
         condition = table(entry).get("condition", "service_started")
         if condition not in get_args(Condition):
             raise ConfigError(f"{where}.{name}.condition: {condition!r:.50} is none; write service_healthy, or another")
-        if name in names or table(entry).get("required", True):
+        if name in names or truth(table(entry).get("required", True)):
             conditions[name] = cast("Condition", condition)
     return conditions
 
@@ -255,7 +264,7 @@ def _volume(value: object, folder: Path, where: str) -> ServiceVolume | None:
     if isinstance(value, dict):
         entry = table(cast("object", value))
         kind, source, target = (str(entry.get(name) or "") for name in ("type", "source", "target"))
-        read_only = entry.get("read_only") is True
+        read_only = truth(entry.get("read_only"))
     else:
         *source_and, target = parts = filled(str(value), where).split(":")
         options = set[str]()

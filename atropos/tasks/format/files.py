@@ -20,6 +20,17 @@ MAX_YAML_CHARS = 4 << 20
 """Longest YAML that is read, with each alias written out."""
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML as Docker Compose reads it: `yes`, `on` and dates are text, as in YAML 1.2."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, form) for tag, form in each if tag.rpartition(":")[2] not in {"bool", "timestamp"}]
+    for first, each in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("true|True|TRUE|false|False|FALSE"), list("tTfF"))
+
+
 def read_text(path: Path, cure: str) -> str:
     """A text file.
 
@@ -42,12 +53,12 @@ def parse_yaml(text: str) -> object:
     """The value that a YAML text holds.
 
     Raises:
-        ValueError: it is no YAML, or holds what is no value: a thirteenth month, brackets a thousand deep, or aliases
+        ValueError: it is no YAML, or holds what is no value: brackets a thousand deep, or aliases
             of aliases that are gigabytes when they are written out.
     """
     if len(text) > MAX_YAML_CHARS:
         raise ValueError(f"it is longer than {MAX_YAML_CHARS:,} characters")
-    loader = yaml.SafeLoader(text)
+    loader = _Loader(text)
     try:
         node = loader.get_single_node()
         if node is None:

@@ -452,6 +452,23 @@ def test_shared_room_is_part_of_memory(folder, said, limits):
         assert bool(refused) == (limits is not None and (volume == "disk" or limits.disk_mib > 4096))
 
 
+def test_words_are_as_compose_reads_them(folder):
+    """As compose-go has it, whose YAML is 1.2 but for typed fields, and which prints numbers as Go does."""
+    (folder / "environment/Dockerfile").write_text("FROM debian:13\n")
+    (folder / "environment/docker-compose.yaml").write_text(
+        "services:\n  main:\n    privileged: false\n    security_opt: []\n    read_only: false\n"
+        "    environment: {A: yes, B: on, C: true, D: 2020-01-01, E: 1.0, F: 3.14, G: 007, H: no}\n"
+        "    volumes: [{type: bind, source: ./d, target: /d, read_only: yes}]\n"
+        "  db:\n    image: db\n    restart: no\n    healthcheck: {disable: no, test: 'true'}\n    networks: [closed]\n"
+        "networks: {closed: {internal: yes}}\n"
+    )
+    service = load_task(folder).service
+    assert " ".join(service.env.values()) == "yes on true 2020-01-01 1 3.14 7 no"
+    assert service.volumes[0].read_only
+    [db] = service.beside
+    assert (db.restart, db.offline, db.healthcheck.test) == ("no", True, ("CMD-SHELL", "true"))
+
+
 def test_files_of_other_names_are_not_read(folder):
     """As in Harbor, which builds the Dockerfile beside them, and copies them like any other file."""
     (folder / "environment/Dockerfile").write_text("FROM debian:13\nCOPY . /all/\n")

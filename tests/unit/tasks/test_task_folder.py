@@ -688,7 +688,7 @@ def test_no_waiting_for_odd_parts(folder, name):
         load_task(folder)
 
 
-@pytest.mark.parametrize("name", [*TEXTS, "environment/Dockerfile", "environment/compose.yaml"])
+@pytest.mark.parametrize("name", [*TEXTS, "environment/Dockerfile", "environment/docker-compose.yaml"])
 def test_special_files_are_not_read(folder, name):
     with (folder / name).open("ab") as file:
         file.truncate(5 << 30)
@@ -802,7 +802,6 @@ def test_unsupported_files_are_named(folder):
         ("services: {main: {environment: ['K=${KEY:-${OTHER:-x}}']}}", r"environment\.K: .* or a plain default"),
         ("services: [", "can't be read"),
         (f"services: {{}} # {'x' * (4 << 20)}", "can't be read: it is longer than 4,194,304 characters"),
-        ("services: {main: {environment: {DAY: 2024-13-45}}}", "can't be read: month must be in"),
         (f"services: {'[' * 1000}", "can't be read"),
     ):
         compose.write_text(text)
@@ -1101,8 +1100,8 @@ def test_unreachable_hosts_are_noted(folder):
         ("environment/Dockerfile", f"FROM debian\nCOPY {'a' * 300} /x\n"),
         ("environment/Dockerfile", f"FROM debian\nCOPY {'a/' * 3000} /x\n"),
         ("environment/Dockerfile", f"FROM debian\nRUN {'[' * 100_000}\n"),
-        ("environment/compose.yaml", f"services: {{main: {{build: {{dockerfile: {'a' * 300}}}}}}}"),
-        ("environment/compose.yaml", f"services: {{main: {{image: debian, cpus: '{'9' * 400}'}}}}"),
+        ("environment/docker-compose.yaml", f"services: {{main: {{build: {{dockerfile: {'a' * 300}}}}}}}"),
+        ("environment/docker-compose.yaml", f"services: {{main: {{image: debian, cpus: '{'9' * 400}'}}}}"),
         ("task.toml", f"[environment]\nmemory = '{'9' * 400}G'\n"),
         ("task.toml", "[environment]\ncpus = inf\n"),
         ("task.toml", '[[steps]]\nname = "a\\u0000b"\n'),
@@ -1124,7 +1123,7 @@ def test_aliases_of_aliases_take_no_memory(folder, more):
         "a: &a {k: v}",
         *(f"{n}: &{n} {more.format(before)}" for before, n in itertools.pairwise("abcdefghijklmnopqrstu")),
     ]
-    (folder / "environment/compose.yaml").write_text("\n".join([*anchors, "services: {main: {image: *u}}"]))
+    (folder / "environment/docker-compose.yaml").write_text("\n".join([*anchors, "services: {main: {image: *u}}"]))
     with pytest.raises(ConfigError, match=r"compose.yaml: .* longer than 4194304 characters"):
         load_task(folder)
 
@@ -1226,13 +1225,13 @@ def test_one_service_sets_the_start(folder):
 
 
 def test_a_compose_file_may_have_defaults(folder):
-    (folder / "environment/compose.yaml").write_text(
+    (folder / "environment/docker-compose.yaml").write_text(
         "services: {main: {image: '${IMAGE:-app}:${TAG-1}', working_dir: '${DIR:-/srv}', user: '${UID:-1000}:5', "
         "network_mode: '${NET:-none}'}}"
     )
     task = load_task(folder)
     assert (task.image, task.agent_settings, task.offline) == ("app:1", StepSettings("/srv", {}, "1000:5"), True)
-    (folder / "environment/compose.yaml").write_text("services: {main: {image: '${MAIN_IMAGE_NAME}'}}")
+    (folder / "environment/docker-compose.yaml").write_text("services: {main: {image: '${MAIN_IMAGE_NAME}'}}")
     assert load_task(folder).image is None, "the harness names it"
 
 
@@ -1248,11 +1247,11 @@ def test_a_compose_file_may_have_defaults(folder):
     ],
 )
 def test_vain_compose_keys_are_refused(folder, keys, named):
-    (folder / "environment/compose.yaml").write_text(f"services: {{main: {{{keys}}}}}")
+    (folder / "environment/docker-compose.yaml").write_text(f"services: {{main: {{{keys}}}}}")
     with pytest.raises(ConfigError) as refused:
         load_task(folder)
     assert named in str(refused.value)
-    (folder / "environment/compose.yaml").write_text("services: {main: {build: .}}")
+    (folder / "environment/docker-compose.yaml").write_text("services: {main: {build: .}}")
     (folder / "task.toml").write_text("[environment]\ndocker_image = 'app'\n")
     assert load_task(folder).image == "app", "with an image, a Dockerfile isn't needed"
 
@@ -1269,7 +1268,7 @@ def test_vain_compose_keys_are_refused(folder, keys, named):
 )
 def test_compose_replaces_the_start(folder, keys, entrypoint, command):
     (folder / "environment/Dockerfile").write_text('FROM debian\nENTRYPOINT ["/start"]\nCMD ["image"]\n')
-    (folder / "environment/compose.yaml").write_text(f"services: {{main: {{build: .{keys and ', '}{keys}}}}}")
+    (folder / "environment/docker-compose.yaml").write_text(f"services: {{main: {{build: .{keys and ', '}{keys}}}}}")
     settings = load_task(folder).recipe.settings
     assert (settings.entrypoint, settings.command) == (entrypoint, command)
 
