@@ -138,6 +138,7 @@ PROC = {
     "files of a process": "cd /proc/self; for f in auxv cgroup environ io limits maps mountinfo mounts mountstats numa_maps oom_score pagemap personality sched schedstat setgroups smaps stack stat statm status syscall timers wchan; do [ ! -e $f ] || head -c 1 $f > /dev/null 2>&1 || echo $f; done",
     "settings of the kernel": "find /proc/sys/kernel /proc/sys/net/core /proc/sys/vm /proc/sys/fs -type f ! -readable 2>/dev/null | wc -l",
     "children are seen": "sleep 5 & until grep -s sleep /proc/$!/comm; do :; done; kill $!",
+    "namespaces are listed": "lsns -n -o TYPE -p $$ 2>/dev/null | sort | tr '\\n' ' '",
     "ps": "ps -e 2>/dev/null | tail -n +2 | awk '{print $NF}' | grep -cx ps",
 }
 SYS = {

@@ -288,7 +288,7 @@ for name in os.listdir("/proc/self/ns"):
     fd = os.open(f"/proc/self/ns/{name}", os.O_RDONLY)
     for request in (0xB701, 0xB702, 0xB704, 0x8008B705, 0x8010B70A, 0x8010B70B, 0x8010B70C, 0x8008B70D):
         found = libc.ioctl(fd, ctypes.c_ulong(request), ctypes.create_string_buffer(64))
-        if found != -1 or ctypes.get_errno() != errno.ENOTTY:
+        if found != -1 or ctypes.get_errno() != errno.EPERM:
             breach(f"{name}: {request:#x}: {found}, errno {ctypes.get_errno()}")
 """,
     "change_its_own_network": """

@@ -192,7 +192,8 @@ def _deny_exits(made: _Filter) -> None:
     # as kernels with dev.tty.legacy_tiocsti=0; for terminals that are no console; with no line discipline but the first
     for request, error in ((_TIOCSTI, errno.EIO), (_TIOCLINUX, errno.ENOTTY), (_TIOCSETD, errno.EINVAL)):
         made.add(made.error(error), "ioctl", same(1, request))
-    made.add(made.error(errno.ENOTTY), "ioctl", made.masked(1, 0xFF00, _NSFS_TYPE))
+    # the kernel's answer where a parent or owner is out of reach: lsns leaves processes out for any other
+    made.add(refuse, "ioctl", made.masked(1, 0xFF00, _NSFS_TYPE))
     for request in _BRIDGES:
         made.add(made.error(errno.ENOPKG), "ioctl", made.masked(1, _LOW - 1, request))
 
