@@ -153,6 +153,8 @@ FILTERED = {
     "exec > >(tee log); sleep 60 & echo held": "held\n",
     "seq 3 & :": "1\n2\n3\n",
     "sleep 60 & (for i in 1 2 3; do echo $i; done) & :": "1\n2\n3\n",
+    "seq 18000 & :": "".join(f"{number}\n" for number in range(1, 18_001)),
+    "(for i in {1..10000}; do :; done; seq 3) | sort & :": "1\n2\n3\n",
     "exec > >(tee log); seq 9000": "".join(f"{number}\n" for number in range(1, 9001)),
     "echo a | tee >(tr a b > file) > /dev/null": "",
 }
@@ -195,6 +197,15 @@ async def pid_1_keeps_the_score_of_its_server(host):
         own = Path("/proc/self/oom_score_adj").read_text(encoding="ascii")
         assert await out(s, "cat /proc/self/oom_score_adj") == "1000\n"
         assert Path(f"/proc/{s.host_pid}/oom_score_adj").read_text(encoding="ascii") == own
+
+
+async def what_prints_without_end_in_the_background_is_cut_off_with_a_word(host):
+    async with slot(host) as s:
+        for command in ("yes & echo x", "yes | cat & echo x"):
+            result = await sh(s, command, max_output_bytes=1000)
+            assert b"x\n" in result.output and b"has ended" in result.output[-100:], result
+            assert (result.exit_code, result.truncated) == (0, True), result
+            await do(s, Quiesce())
 
 
 async def nothing_waits_for_what_runs_in_the_background(host):

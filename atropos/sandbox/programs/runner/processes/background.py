@@ -123,12 +123,16 @@ class Proc:
             self.finish(code)
 
         place = place_of(self.stdin) if self.stdin >= 0 and not self.pty else None
-        Filters(self.pid, self.outputs, place, self.progress, ended, behind=behind)
+        Filters(self.pid, self.outputs, place, self.progress, ended, self.open, behind=behind)
 
     def progress(self) -> int | None:
         """How much it has printed, errors included; None once no process can print."""
         parts = self.parts()
-        return sum(part.total for part in parts) if any(part.fd >= 0 for part in parts) else None
+        return sum(part.total for part in parts) if self.open() else None
+
+    def open(self) -> list[int]:
+        """Its outputs to which processes may still print."""
+        return [part.fd for part in self.parts() if part.fd >= 0]
 
     def parts(self) -> list[Proc]:
         """Its outputs."""

@@ -117,12 +117,16 @@ class Command:
             self.cut = cut
             self.finish(code)
 
-        outputs = [place_of(pipe.fd) for pipe in self.pipes if pipe.fd >= 0]
-        self.filters = Filters(self.pid, outputs, None, self.progress, ended, self.ends)
+        outputs = [place_of(fd) for fd in self.open()]
+        self.filters = Filters(self.pid, outputs, None, self.progress, ended, self.open, self.ends)
 
     def progress(self) -> int | None:
         """How much it has printed; None once no process can write to its pipes."""
-        return self.all.total if any(pipe.fd >= 0 for pipe in self.pipes) else None
+        return self.all.total if self.open() else None
+
+    def open(self) -> list[int]:
+        """Its pipes to which processes may still print."""
+        return [pipe.fd for pipe in self.pipes if pipe.fd >= 0]
 
     def drain(self) -> None:
         """Read what is in its pipes."""

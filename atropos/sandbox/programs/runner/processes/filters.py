@@ -53,6 +53,7 @@ class Filters:
         own_input: Place | None,
         progress: Callable[[], int | None],
         ended: Callable[[bool], None],
+        pipes: Callable[[], list[int]],
         until: float = inf,
         behind: Callable[[], bool] = bool,
     ) -> None:
@@ -63,16 +64,17 @@ class Filters:
             outputs: where it printed.
             own_input: the pipe that it had as its input.
             progress: how much has been read of all outputs; None: nobody can print to them any more.
-            ended: called once, with whether a filter was cut off.
+            ended: called once, with whether something that still printed was cut off.
+            pipes: descriptors of its outputs that are open.
             until: when to give up, at the latest.
             behind: whether a caller has to read first, so that filters wait for it.
         """
         self.session, self.outputs, self.own_input = session, frozenset(outputs), own_input
-        self.progress, self.ended, self.behind = progress, ended, behind
+        self.progress, self.ended, self.pipes, self.behind = progress, ended, pipes, behind
         self.began = self.active = now()
         self.until = min(until, self.active + PATIENCE_S)
         self.ticks = 0
-        self.read: int | None = -1
+        self.read = progress()
         self.pause = PAUSES_S[0]
         self.timer = 0
         self.look()
@@ -82,19 +84,23 @@ class Filters:
         read = self.progress()
         work, ticks = (IDLE, 0) if read is None else self.look_twice()
         moment = now()
-        if ticks or read != self.read:
+        printed = read is not None and (read != self.read or has_input(self.pipes()))
+        if ticks or printed:
             self.active, self.read = moment, read
         # The filters can't go on while the caller reads nothing: time runs only while they could.
         if self.behind():
             self.active, self.until = moment, moment + PATIENCE_S
+        if work == IDLE and printed:  # who waits for room in a full pipe sleeps, too
+            work = JOB
         over = moment >= min(self.until, self.active + QUIET_S)
         if work in (JOB, OPEN):
             self.ticks = self.ticks or ticks
             over = over or ticks - self.ticks >= (QUIET_S if work == OPEN else JOB_S) * TICKS
         if work == JOB:
+            self.ticks = ticks if printed else self.ticks
             over = over or moment >= self.began + JOB_PATIENCE_S
         if work == IDLE or over:
-            self.ended(work == ENDING)
+            self.ended(work == ENDING or printed)
             return
         self.timer = loop.later(moment + self.pause, self.look)
         self.pause = min(2 * self.pause, PAUSES_S[1])
@@ -118,6 +124,8 @@ def at_work(session: int, outputs: frozenset[Place], own_input: Place | None) ->
     work, computes, ticks = IDLE, False, 1
     readers: dict[Place, list[tuple[str, Place]]] = {}
     """By where they print: pid, and what it reads."""
+    busy: set[Place] = set()
+    """Where those print that run."""
     for name in os.listdir("/proc"):
         fields = process_stat(name).rpartition(b")")[2].split() if name.isdigit() and name != "1" else ()
         # A zombie prints nothing any more.
@@ -140,6 +148,8 @@ def at_work(session: int, outputs: frozenset[Place], own_input: Place | None) ->
             continue
         place = source.st_dev, source.st_ino
         into, beside = ((target.st_dev, target.st_ino) for target in targets)
+        if runs:
+            busy.add(into)
         # The pipe that the command itself had as its input is the caller's, who may keep it open for ever.
         if S_ISFIFO(source.st_mode) and place != own_input:
             readers.setdefault(into, []).append((name, place))
@@ -157,7 +167,17 @@ def at_work(session: int, outputs: frozenset[Place], own_input: Place | None) ->
             if place not in seen:
                 seen.add(place)
                 waiting.append(place)
+    if busy & seen:
+        work = max(work, JOB)
     return work, ticks if computes else 0
+
+
+def has_input(fds: list[int]) -> bool:
+    """Whether one of these can be read."""
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, IN)
+    return any(event & IN for _, event in poll.poll(0))
 
 
 def has_pipe(pid: str, known: set[Place | None]) -> bool:
