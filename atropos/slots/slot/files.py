@@ -166,7 +166,7 @@ class SlotFiles(ABC):
     async def upload(self, source: str | Path, path: str, *, mode: int | None = None) -> None:
         """Copy a local file to `path`, or a local folder's contents into the folder `path`; links stay links.
 
-        Both go as they are read, so neither has to fit in memory.
+        Both go as they are read, so neither has to fit in memory. A folder's sockets and devices stay behind.
 
         Args:
             source: the file or folder.
