@@ -149,6 +149,7 @@ class SandboxEnv(ServedEnv):
     @property
     def context_tokens(self) -> int:
         """Most tokens of a trajectory, by the env's limit, the trainer's and the inference server's."""
+        # One token less than the trainer's: atroposlib leaves out what is as long as that.
         limits = [self.config.max_token_length, self.max_token_len - 1, context_of(self.server) or 0]
         return min(limit for limit in limits if limit > 0)
 
@@ -156,9 +157,11 @@ class SandboxEnv(ServedEnv):
         """Probe inference, then start the tool backend, then the env's own set-up."""
         with own_field_names(self.config):
             tools = self.build_tools()
+        # Made now, as a tokenizer that can't be used is a mistake in a setting.
         _ = self.renderer
         if self.config.otlp_endpoint is not None and self._tracing is None:
             self._tracing = tracing.start(self.config.otlp_endpoint, self.config.wandb_name or "atropos")
+        # Before all that may take minutes: a run that waits can be looked at.
         await self.endpoint.start()
         await self.dashboard.start()
         await probe_servers(self.server, self.tokenizer, self.config.model_timeout_s, self.chat_options(tools))
@@ -188,6 +191,7 @@ class SandboxEnv(ServedEnv):
         Raises:
             ConfigError: they are of temperature 1, and `allow_raw_logprobs` isn't set.
         """
+        # At 1 both kinds of logprobs are the same.
         if self._evaluates or temperature == 1 or self.config.allow_raw_logprobs:
             return
         model = Model(self.server)
@@ -273,15 +277,18 @@ class SandboxEnv(ServedEnv):
     async def _process(self, total: int) -> None:
         self.curr_step = started = 0
         config = self.config
+        # As many groups as fill the slots: more would only wait, and keep their items from later ones.
         free = asyncio.Semaphore(config.process_concurrency or math.ceil(config.capacity / config.group_size))
         async with task_group() as tasks:
             while total < 0 or started < total:
+                # Before the item: one that is taken and then waits would be lost to a run that ends meanwhile.
                 await free.acquire()
                 item = await self.hooks.call("get_next_item", self.get_next_item)
                 if item is None:
                     break
                 started += 1
                 task = tasks.create_task(self.process_group(item))
+                # A callback, as a task that is cancelled before it begins reaches no `finally`.
                 task.add_done_callback(lambda _: free.release())
 
     async def process_group(self, item: Item) -> ScoredDataGroup | None:
@@ -340,6 +347,7 @@ class SandboxEnv(ServedEnv):
     async def _close(self) -> None:
         """Workers first, then executor and pool, then files; each in bounded time."""
         self.sink.end_within(SENDS_S)
+        # They hold slots, so they come before the pool.
         workers = {*self.collector.tasks, *self.workers, *self.eval_workers, self.eval_runner}
         if not await cancel_and_wait(workers, WORKERS_S):
             _log.warning("shutdown: cancelled workers took longer than %g s and are abandoned", WORKERS_S)
@@ -350,7 +358,9 @@ class SandboxEnv(ServedEnv):
             bounded("the dashboard", self.dashboard.close(), 5),
         )
         if self._tracing is not None:
+            # After all that writes spans.
             await bounded("the traces", asyncio.to_thread(self._tracing.close), 2 * tracing.EXPORT_S)
             self._tracing = None
+        # Nearly last: until the workers have ended, groups may still be written.
         await bounded("the files", asyncio.to_thread(self.close_files), 30)
         await self._wandb.finish()
