@@ -278,10 +278,14 @@ class ViewRequest(WireMessage):
 
 
 class ViewInfo(WireMessage):
-    """What a view shows of its slot, and which of the wanted `programs` are as its root has them."""
+    """What a view shows of its slot, and which of the wanted `programs` are as its root has them.
+
+    `links`: whether programs of the slot made links that are followed in the view.
+    """
 
     folders: tuple[str, ...] = ()
     programs: tuple[str, ...] = ()
+    links: bool = True
 
 
 class DrainRequest(WireMessage):

@@ -16,32 +16,37 @@ MAX_PLACES = 256
 _ELSEWHERE = ("/usr", "/bin", "/sbin", "/lib", "/proc", "/dev", "/sys", "/tests", "/logs", "/solution", "/tmp", "/run")
 """Programs, which links may lead to, and where they lead nowhere anyway."""
 _CUT = r"""
-count, others = int(others[0]), others[1:]
+count, names, others = int(others[0]), set(others[1].split()), others[2:]
 outside, own = others[:count], others[count:]
+def named(path):
+    top = max((each for each in folders if below(path, [each])), key=len)
+    return not names.isdisjoint(path[len(top):].split("/"))
 written = {*own, *map(os.path.realpath, own)}
 for link, end in ends.items():
     program = os.path.isfile(end) and os.access(end, os.X_OK)
     if not program and (below(end, outside) or any(below(place, [end]) for place in outside)):
         replace(link, end, files(end) or {}, copy)
-for link, end in every.items() if own else ():
+for link, end in every.items():
     if link in ends or "/node_modules/" in link or not below(end, folders) or not os.path.islink(link):
         continue
     loop, holds = below(link, [end]), any(below(path, [end]) for path in written)
-    if any(below(path, [link]) for path in own) or below(link, own) or holds and not loop:
+    if any(below(path, [link]) for path in own) or not loop and (holds or named(link) or named(end)):
         by_name = {} if loop else files(end)
         if by_name is not None:
             replace(link, end, by_name, copy)
 """
 
 
-async def cut_links(slot: Slot, folders: Sequence[str], places: Sequence[str], own: Sequence[str]) -> None:
+async def cut_links(slot: Slot, folders: Sequence[str], places: Sequence[str], own: Sequence[str], names: str) -> None:
     """Replace links in folders with copies; for a view or a slot of the verifier's own.
 
     Args:
         slot: where the tests will run.
         folders: what the agent wrote.
         places: absolute paths that the tests name.
-        own: files and folders in these that the tests write, of which nobody speaks to the agent.
+        own: files in these that the tests write, of which nobody speaks to the agent.
+        names: other names that the tests know and nobody speaks of: a link with one in its path, or in that of what it
+            leads to, may be where they write.
 
     Raises:
         VerifierFailed: there is no room.
@@ -49,8 +54,8 @@ async def cut_links(slot: Slot, folders: Sequence[str], places: Sequence[str], o
     tops = tuple(f"{top}/" for top in (*_ELSEWHERE, *folders))
     # Sorted, so that the bound leaves out the same ones each time.
     outside = sorted(path for path in places if not f"{path}/".startswith(tops))[:MAX_PLACES]
-    if not folders or not (outside or own):
+    if not folders or not (outside or own or names):
         return
-    done = await with_links(slot, _CUT, folders, (str(len(outside)), *outside, *own[:MAX_PLACES]))
+    done = await with_links(slot, _CUT, folders, (str(len(outside)), names, *outside, *own[:MAX_PLACES]))
     if done.exit_code != 0:
         raise VerifierFailed(f"links to what tests write can't be replaced: {done.output[-300:].strip()}")

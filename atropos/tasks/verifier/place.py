@@ -7,6 +7,7 @@ import functools
 import logging
 import posixpath
 import re
+import tarfile
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,6 +43,7 @@ from atropos.tasks.verifier.texts import (
     named_folders,
     read_texts,
     renames_across,
+    unspoken_names,
     venvs_of_tests,
     written,
 )
@@ -104,7 +106,7 @@ async def _carry_all(slot: Slot, judged: Task, carried: Carried) -> Surroundings
         await slot.settle()  # what tests write into one file is then not in the others
     await put_back(slot, folders, programs)
     surroundings = replace(surroundings, programs=programs, home=home if inside else None)
-    return await _disarm(slot, surroundings, read)
+    return await _disarm(slot, surroundings, read, links=_has_links(carried))
 
 
 async def _open_view(slot: Slot, task: Task, keep: Keep) -> Surroundings:
@@ -134,14 +136,26 @@ async def _open_view(slot: Slot, task: Task, keep: Keep) -> Surroundings:
             _log.warning("%s: verified in the agent's slot: %s", task.name, error)
             return Surroundings(company=await end_processes(slot, task, keep))
         await put_down(slot, [(path, artifact) for path, artifact in carried if artifact is not None])
+        links = shown.links or _has_links(carried)
     surroundings = Surroundings((*shown.folders, *others), shown.programs, wishes=read.wishes)
     if home is not None and surroundings.holds(home):
         surroundings = replace(surroundings, home=home)
-    return await _disarm(slot, surroundings, read)
+    return await _disarm(slot, surroundings, read, links=links)
 
 
-async def _disarm(slot: Slot, surroundings: Surroundings, read: _Reading) -> Surroundings:
-    """Take away what tests would run, read or write of the agent's in the place of their own."""
+def _has_links(carried: Carried) -> bool:
+    return any(artifact is not None and tarfile.SYMTYPE in artifact.kinds for _, artifact in carried)
+
+
+async def _disarm(slot: Slot, surroundings: Surroundings, read: _Reading, *, links: bool) -> Surroundings:
+    """Take away what tests would run, read or write of the agent's in the place of their own.
+
+    Args:
+        slot: where they will run.
+        surroundings: what the agent wrote.
+        read: what their texts say.
+        links: whether the agent's folders have any that are followed.
+    """
     wishes = surroundings.wishes
     # In this order: what is removed need not be looked through, and git is asked before links are replaced.
     await remove_venvs(slot, [path for path in read.venvs if surroundings.holds(path)])
@@ -152,7 +166,9 @@ async def _disarm(slot: Slot, surroundings: Surroundings, read: _Reading) -> Sur
         wishes = wishes.where_links_lead_out()
     # Not the folders themselves: they are mounts, or where the tests start.
     own = [path for path in read.written if surroundings.holds(path) and path not in surroundings.folders]
-    await cut_links(slot, surroundings.folders, wishes.places, () if wishes.links else own)
+    if links:
+        own, names = ((), "") if wishes.links else (own, read.names)
+        await cut_links(slot, surroundings.folders, wishes.places, own, names)
     if reason := await make_way(slot, [path for path in read.preceded if surroundings.holds(path)]):
         raise VerifierFailed(reason)
     return replace(surroundings, wishes=wishes)
@@ -165,6 +181,7 @@ class _Reading:
     Attributes:
         venvs: virtual environments that tests make.
         written: files that they write and nobody speaks of to the agent.
+        names: names that they know and nobody speaks of.
         preceded: files that they write, of which what the agent has beside them may take the place.
     """
 
@@ -174,6 +191,7 @@ class _Reading:
     wishes: Wishes
     venvs: tuple[str, ...]
     written: tuple[str, ...]
+    names: str
     preceded: tuple[str, ...]
 
 
@@ -200,6 +218,7 @@ def _understood(
         wishes=Wishes.of(texts),
         venvs=venvs,
         written=tuple(unspoken),
+        names=unspoken_names(texts),
         preceded=tuple(preceded),
     )
 

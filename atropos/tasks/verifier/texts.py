@@ -15,6 +15,8 @@ MAX_BYTES = 1 << 20
 """Most that is read of one file."""
 MAX_NAMED = 255
 """Most folders that a view is asked for, beside that of packages."""
+MAX_NAME_CHARS = 100_000
+"""Most that the names take together which tests alone know: what one argument of a program may have."""
 MAX_WRITTEN = 1000
 """Most files of which it is known that tests write them."""
 _RENAMES = re.compile(
@@ -41,6 +43,7 @@ _WRITES = re.compile(
 _COPIES = re.compile(r"(?:^|[;&|(]|\b(?:then|do|else|sudo)\b)[ \t]*(?:cp|mv|install)\b([^\n;&|)]*)", re.MULTILINE)
 _MOVES = re.compile(r"\b(?:cd|pushd)[ \t]+[\"']?([\w./-]{1,300})")
 _WHOLE_PATH = re.compile(r"(?<![\w.$}/-])/[\w.-][\w./-]*")
+_NAME = re.compile(r"[\w.-]+")
 _VENV = re.compile(r"(?<![\w.$}/-])((?:\.?/)?(?:[\w.-]+/){,20}[\w.-]+)/bin/[\w.-]")
 _TOP = re.compile(r"(?<![\w.$}/~-])/(\w[\w.-]*)")
 
@@ -124,6 +127,13 @@ def _copies(source: str, names: Iterable[str]) -> Iterator[str]:
         if len(parts) >= len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted)):
             yield "/".join(parts[len(wanted) - 1 :])
             yield "/".join(parts[len(wanted) :])
+
+
+def unspoken_names(texts: TaskTexts) -> str:
+    """Names that tests have in their texts, or their files bear, and that nobody says to the agent."""
+    said = {form for name in _NAME.findall(texts.asked) for form in (name, name.rstrip("."))}
+    known = {name for text in (*texts.tests, *texts.names) for name in _NAME.findall(text)}
+    return " ".join(sorted(known - said))[:MAX_NAME_CHARS]
 
 
 def is_spoken_of(path: str, folder: str, asked: str) -> bool:

@@ -49,6 +49,8 @@ class Links:
         self._volume = volume
         self._folders = folders
         self._tops: list[tuple[str, int]] = []
+        self.followed: set[str] = set()
+        """Folders with some that are followed, once the others are removed."""
 
     def add(self, folder: str, top: int) -> None:
         """Add those of a folder, as a layer has it that no program of the slot changes any more."""
@@ -65,6 +67,7 @@ class Links:
                 for place, name, is_link in walk(top):
                     path = "/".join((folder, *place.path_from(0), name))
                     if is_link and self._may_follow(root, path):
+                        self.followed.add(folder)
                         continue
                     # The folders above are copied up with the whiteout: at most as many as it is deep.
                     room -= place.depth + 1

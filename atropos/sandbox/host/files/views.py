@@ -18,7 +18,7 @@ import errno
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from atropos.errors import NotSupported
@@ -60,6 +60,7 @@ class View:
         quiet: no program runs in the slot.
         empty: an empty folder.
         copies: a folder on the topmost layer's file system, for copies of it.
+        followed: folders with links of the slot's that are followed, once it is mounted.
     """
 
     layers: tuple[str, ...]
@@ -69,12 +70,13 @@ class View:
     quiet: bool
     empty: str
     copies: str
+    followed: set[str] = field(default_factory=set[str])
 
     def info(self) -> ViewInfo:
         """What it shows."""
         shown = self.shown
         inside = [path for path in self.programs if any(path.startswith(f"{folder}/") for folder in shown)]
-        return ViewInfo(folders=shown, programs=tuple(inside))
+        return ViewInfo(folders=shown, programs=tuple(inside), links=bool(self.followed))
 
     @cached_property
     def programs(self) -> tuple[str, ...]:
@@ -222,6 +224,7 @@ class View:
                     links.add(folder, top)
             for folder in links.unfit():  # a mount has reached the sandbox already, where a remount does not
                 self._mount_one(volume, len(folders) + folders.index(folder), folder, None, opened)
+            self.followed.update(links.followed)
         if self.order.home is not None:
             self._mount_home(volume, self.order.home)
 
