@@ -1,8 +1,8 @@
 """Prepares tasks: pulls their images, builds their Dockerfiles step by step, and keeps each step as an image.
 
-A step's key is the SHA-256 of what it starts from, its instruction and what it copies. The image store of the host
-keeps its result under that key, so that a step runs once a host, also for other tasks and other runs; a build that is
-there already is one look-up. Every trajectory then leases the last step's image.
+The image store of the host keeps a step's result under its key (`builder.plan`), so that a step runs once a host, also
+for other tasks and other runs; a build that is there already is one look-up. Every trajectory then leases the last
+step's image.
 """
 
 from __future__ import annotations
@@ -11,10 +11,7 @@ import asyncio
 import contextlib
 import errno
 import fnmatch
-import hashlib
-import json
 import os
-import shlex
 import tempfile
 import time
 from collections import Counter
@@ -29,11 +26,10 @@ from atropos.images.reference import POOL_BASE
 from atropos.slots import Share, Slot, SlotPool
 from atropos.slots.slot.results import SlotFileError
 from atropos.tasks.builder import steps
-from atropos.tasks.builder.archive import digest_of
+from atropos.tasks.builder.plan import LAST, RULES, Plan, PlannedStep, StageImages, describe, key_of, plan_of, text_of
 from atropos.tasks.builder.transfer import PackedFiles, pack_files
 from atropos.tasks.errors import TaskBroken
 from atropos.tasks.fit import STAND_INS
-from atropos.tasks.format.context import Context
 from atropos.tasks.format.recipe import (
     SHELL,
     BuildInputs,
@@ -42,7 +38,6 @@ from atropos.tasks.format.recipe import (
     Folder,
     Mount,
     Run,
-    Stage,
     Step,
     StepSettings,
     copies,
@@ -50,14 +45,7 @@ from atropos.tasks.format.recipe import (
 from atropos.tasks.format.task import Task
 from atropos.wire import ImageInfo, ImageSettings, ImageState
 
-RULES = 5
-"""Part of every key: another number when a step's result changes though its instruction doesn't."""
-_LAST = 1 << 30
-"""Number of the last stage."""
-
 Progress = Callable[[ImageState], None]
-_Images = dict[str | None, tuple[ImageInfo, str]]
-"""What each FROM means, and the source that a lease names; None: the pool's base, where nothing is named."""
 
 
 @dataclass(frozen=True)
@@ -76,24 +64,6 @@ class Prepared:
 
 
 @dataclass(frozen=True)
-class _PlannedStep:
-    """A step with its key, and all that this was made of beside what the step starts from."""
-
-    key: str
-    step: Step
-    described: Sequence[object]
-
-
-@dataclass(frozen=True)
-class _PlannedStage:
-    """A stage with the key of each step."""
-
-    parent: ImageInfo
-    source: str
-    steps: tuple[_PlannedStep, ...]
-
-
-@dataclass(frozen=True)
 class _PreparedBefore:
     """A task that was prepared once, what it became, and the key of its last step."""
 
@@ -107,7 +77,7 @@ class _Build:
     """One task's build: its stages by number, and what has been done of them."""
 
     task: Task
-    plan: dict[int, _PlannedStage]
+    plan: Plan
     progress: Progress
     steps: int
     end: float
@@ -128,7 +98,7 @@ class _Build:
             yield slot
 
     @contextlib.asynccontextmanager
-    async def turn(self, pool: SlotPool, planned: _PlannedStep) -> AsyncGenerator[ImageInfo | None]:
+    async def turn(self, pool: SlotPool, planned: PlannedStep) -> AsyncGenerator[ImageInfo | None]:
         """A step's turn, and its image if it exists; the time for which another builder works on it is not the task's.
 
         Raises:
@@ -140,7 +110,7 @@ class _Build:
         def waiting() -> None:
             if time.monotonic() - asked > most_s:
                 raise ImageUnavailable(
-                    f"{self.task.name}: {_text(planned.step)}: another builder on this machine is not done after "
+                    f"{self.task.name}: {text_of(planned.step)}: another builder on this machine is not done after "
                     f"{most_s:g} s"
                 )
             self.progress(ImageState(source=self.task.name, phase="waiting"))
@@ -219,7 +189,7 @@ class TaskImages:
         prepared, image = await self._prepare(task, report)
         of = prepared.agent_settings
         settings = ImageSettings(env=dict(of.env), workdir=of.workdir, user=of.user)
-        key = _hash(RULES, image.id, "settings", settings.model_dump())
+        key = key_of(RULES, image.id, "settings", settings.model_dump())
         # Only one builder of a key at a time; the others find what it made.
         async with self.pool.building(key, lambda: None) as existing:
             if existing is not None:
@@ -237,7 +207,7 @@ class TaskImages:
         pulled, _ = await self._pulled(task, lambda _: None)
         return await _with_machines(pulled, self.pull)
 
-    async def _pulled(self, task: Task, report: Progress) -> tuple[Task, _Images]:
+    async def _pulled(self, task: Task, report: Progress) -> tuple[Task, StageImages]:
         prebuilt = task.config.environment.docker_image
         prebuilt = None if prebuilt is None or self._stands_in(prebuilt) else prebuilt
         if prebuilt is None and task.unbuildable is not None:
@@ -263,13 +233,13 @@ class TaskImages:
         task, images = await self._pulled(original, report)
         task = await _with_machines(task, lambda machine: self._ready(machine, report))
         # In a thread: it reads and hashes every file that is copied.
-        plan = await asyncio.to_thread(self._plan, task, images)
-        key = plan[_LAST].steps[-1].key
+        plan = await asyncio.to_thread(plan_of, task.recipe, task.build_context, images, self._owner)
+        key = plan[LAST].steps[-1].key
         image = await self.pool.find_built(key)
         if image is None:
             count = sum(len(stage.steps) for stage in plan.values())
             end = time.monotonic() + task.config.environment.build_timeout_sec
-            image = await self._stage(_Build(task, plan, report, count, end), _LAST)
+            image = await self._stage(_Build(task, plan, report, count, end), LAST)
         else:
             self.counters["hits"] += 1
         self._before[id(original)] = _PreparedBefore(original, task, key)
@@ -332,48 +302,6 @@ class TaskImages:
                 pass  # containers are started only for leases
         return image
 
-    # ------------------------------------------------------------------------------------------------------------ keys
-
-    def _plan(self, task: Task, images: _Images) -> dict[int, _PlannedStage]:
-        recipe = task.recipe
-        context = task.build_context
-        plan: dict[int, _PlannedStage] = {}
-        last = Stage(_LAST, recipe.image or "", recipe.steps or (Folder("/"),))
-        for stage in (*recipe.stages, last):  # each copies only from earlier ones
-            parent, source = images[stage.image or None]
-            # Of the image's id, not its name: what a tag means changes.
-            key = _hash(parent.id, self._owner) if self._owner else parent.id
-            planned: list[_PlannedStep] = []
-            for step in stage.steps:
-                described = self._described(step, context, plan)
-                key = _hash(RULES, key, described)
-                planned.append(_PlannedStep(key, step, described))
-            plan[stage.index] = _PlannedStage(parent, source, tuple(planned))
-        return plan
-
-    def _described(self, step: Step, context: Context, plan: dict[int, _PlannedStage]) -> list[object]:
-        """All that a step's result depends on, beside what it starts from."""
-        if isinstance(step, Copy):
-            if step.stage is None:
-                origin = digest_of(context, step)
-            else:
-                stage = plan[step.stage]
-                origin = stage.steps[-1].key if stage.steps else stage.parent.id
-            how = (step.mode, step.keep_folder_name, step.owner, step.exclude, step.unpack, step.parents)
-            return ["copy", origin, step.sources, step.target, *how]
-        if isinstance(step, Run):
-            settings = step.settings
-            mounts = [
-                (m.target, m.mode, m.owner, m.cache, m.content and self._described(m.content, context, plan))
-                for m in step.mounts
-            ]
-            offline = ["offline"] if step.offline else []
-            return ["run", step.command, settings.workdir, dict(settings.env), settings.user, mounts, *offline]
-        if isinstance(step, Folder):
-            return ["folder", step.path, step.owner]
-        unpack = ["unpack"] if step.unpack else []
-        return ["download", step.address, step.checksum, step.target, step.mode, step.owner, *unpack]
-
     # ----------------------------------------------------------------------------------------------------------- steps
 
     def _lease(
@@ -402,12 +330,12 @@ class TaskImages:
             source = current.source
         return current
 
-    async def _step(self, build: _Build, planned: _PlannedStep, source: str) -> ImageInfo:
+    async def _step(self, build: _Build, planned: PlannedStep, source: str) -> ImageInfo:
         step = planned.step
         archives = {copy: await self._taken(build, copy.stage, copy) for copy in copies(step) if copy.stage is not None}
         fetched = await self._fetched(build, step) if isinstance(step, Download) else b""
         number = len(build.done) + 1
-        build.progress(ImageState(source=_text(step), phase="building", step=number, steps=build.steps))
+        build.progress(ImageState(source=text_of(step), phase="building", step=number, steps=build.steps))
         self.counters["steps"] += 1
         try:
             offline = isinstance(step, Run) and step.offline
@@ -421,14 +349,14 @@ class TaskImages:
             refused = os.strerror(errno.EINVAL) in str(error)  # the kernel's id for an owner that has no number here
             ids = "; slots have the owners 0 to 65535, and where an ordinary user started the server, root alone"
             raise TaskBroken(
-                f"{build.task.name}: step {number}/{build.steps} ({_text(step)}): {error}{ids if refused else ''}"
+                f"{build.task.name}: step {number}/{build.steps} ({text_of(step)}): {error}{ids if refused else ''}"
             ) from error
 
-    async def _check_unchanged(self, build: _Build, planned: _PlannedStep) -> None:
+    async def _check_unchanged(self, build: _Build, planned: PlannedStep) -> None:
         """Raise `TaskBroken` where a step copied other files than its key says."""
         context = build.task.build_context
-        if await asyncio.to_thread(self._described, planned.step, context, build.plan) != planned.described:
-            raise TaskBroken(f"{_text(planned.step)}: a file of the build context changed meanwhile; build again")
+        if await asyncio.to_thread(describe, planned.step, context, build.plan) != planned.described:
+            raise TaskBroken(f"{text_of(planned.step)}: a file of the build context changed meanwhile; build again")
 
     async def _carry_out(
         self, build: _Build, slot: Slot, step: Step, taken: Mapping[Copy, Sequence[PackedFiles]], fetched: bytes
@@ -499,20 +427,3 @@ def _settings(image: ImageInfo) -> StepSettings:
         healthcheck=image.healthcheck,
         volumes=image.volumes,
     )
-
-
-def _hash(*parts: object) -> str:
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode("utf-8", "surrogateescape")).hexdigest()
-
-
-def _text(step: Step) -> str:
-    """The instruction, in short."""
-    if isinstance(step, Run):
-        text = f"RUN {shlex.join(step.command)}"
-    elif isinstance(step, Folder):
-        text = f"WORKDIR {step.path}"
-    elif isinstance(step, Download):
-        text = f"ADD {step.address} {step.target}"
-    else:
-        text = f"COPY {' '.join(step.sources)} {step.target}"
-    return text if len(text) <= 120 else f"{text[:117]}..."
