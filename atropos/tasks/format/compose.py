@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -192,9 +192,6 @@ def _table(given: object, where: str) -> _ServiceTable:
 
 
 def _service(name: str, entry: _ServiceTable, folder: Path, where: str, tables: Mapping[str, _ServiceTable]) -> Service:
-    mode = values.filled(entry.network_mode or "bridge", f"{where}.network_mode")
-    if mode not in ({"bridge", "none", "default"} if len(tables) == 1 else {"bridge", "default"}):
-        raise ConfigError(f"{where}.network_mode: {mode!r} can't be honoured in a slot; leave it out")
     build = entry.build if isinstance(entry.build, _ComposeBuild) else _ComposeBuild(context=entry.build or ".")
     context, file = (None, None) if entry.build is None else _build(build, folder, where)
     image = None if file is not None or _FROM_HARNESS.fullmatch(entry.image or "") else entry.image
@@ -208,15 +205,10 @@ def _service(name: str, entry: _ServiceTable, folder: Path, where: str, tables: 
     in_memory = values.number(entry.shm_size, f"{where}.shm_size")
     shared = values.shared_sources(each.volumes or () for each in tables.values())
     networks = values.networks(entry.networks, f"{where}.networks")
-    more = itertools.chain.from_iterable(networks.values())
-    container = [] if entry.container_name is None or "$" in entry.container_name else [entry.container_name]
-    names = tuple(dict.fromkeys((name, *container, *more)))
     hosts = values.extra_hosts(entry.extra_hosts, f"{where}.extra_hosts")
-    if unfit := next((each for each in (*names, *hosts, *networks) if not _NAME.fullmatch(each)), None):
-        raise ConfigError(f"{where}: {unfit!r:.80} can't be the name of a host or network; use letters, digits and -")
     return Service(
         name=name,
-        names=names,
+        names=_names(name, entry, networks, hosts, where),
         context=context,
         dockerfile=file,
         arguments=values.environment(build.args, f"{where}.build.args"),
@@ -232,7 +224,7 @@ def _service(name: str, entry: _ServiceTable, folder: Path, where: str, tables: 
         user=None if entry.user is None else values.filled(str(entry.user), f"{where}.user"),
         platforms=tuple(values.filled(each, f"{where}.platform") for each in platforms),
         networks=tuple(networks),
-        offline=mode == "none",
+        offline=_is_offline(entry, where, alone=len(tables) == 1),
         memory_mib=None if memory is None else max(1, int(memory) >> 20),
         shm_mib=None if in_memory is None else max(1, int(in_memory) >> 20),
         cpus=values.number(entry.cpus or limits.get("cpus"), f"{where}.cpus"),
@@ -244,6 +236,30 @@ def _service(name: str, entry: _ServiceTable, folder: Path, where: str, tables: 
         tmpfs=values.tmpfs(entry.tmpfs, entry.volumes or (), f"{where}.tmpfs"),
         extra_hosts=hosts,
     )
+
+
+def _names(
+    name: str,
+    entry: _ServiceTable,
+    networks: Mapping[str, Sequence[str]],
+    hosts: Iterable[str],
+    where: str,
+) -> tuple[str, ...]:
+    """By which others reach a service; those are checked, and of its `networks` and `hosts`."""
+    own = entry.container_name
+    container = [] if own is None or "$" in own else [own]
+    names = tuple(dict.fromkeys((name, *container, *itertools.chain.from_iterable(networks.values()))))
+    if unfit := next((each for each in (*names, *hosts, *networks) if not _NAME.fullmatch(each)), None):
+        raise ConfigError(f"{where}: {unfit!r:.80} can't be the name of a host or network; use letters, digits and -")
+    return names
+
+
+def _is_offline(entry: _ServiceTable, where: str, *, alone: bool) -> bool:
+    """Whether `network_mode` is none, which only a service that is `alone` may say."""
+    mode = values.filled(entry.network_mode or "bridge", f"{where}.network_mode")
+    if mode not in {"bridge", "default"} and not (alone and mode == "none"):
+        raise ConfigError(f"{where}.network_mode: {mode!r} can't be honoured in a slot; leave it out")
+    return mode == "none"
 
 
 def _without_proxy(service: Service, known: Sequence[str]) -> Service:

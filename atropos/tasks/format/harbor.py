@@ -32,35 +32,17 @@ def load_harbor_task(root: Path, variables: Mapping[str, str], builder: Build, i
     """
     config = read_config(root / "task.toml")
     environment = root / "environment"
-    if not environment.is_dir() and config.environment.docker_image is None:
-        raise ConfigError(f"{environment}: is missing; put the workspace's files there (it may be empty)")
     own = config.environment
-    has_dockerfile = (environment / "Dockerfile").is_file()
-    service = read_compose(environment, made=has_dockerfile or own.docker_image is not None)
-    _check_services(config, service, root / "task.toml")
-    tests = root / "tests"
-    conversation = (root if not config.steps else root / "steps" / config.steps[0].name) / "trajectory.json"
-    if conversation.exists():
-        raise ConfigError(
-            f"{conversation}: no agent is given an earlier conversation; tell it in the instruction, or leave the task "
-            "out"
-        )
-    if not config.steps:
-        instruction = read_instruction(root / "instruction.md")
-    else:
-        instruction = "\n\n".join(read_instruction(root / "steps" / s.name / "instruction.md") for s in config.steps)
+    service = _main_service(root, config)
     config = config.model_copy(update={"environment": machines.with_compose(service, own)})
-    has_image = config.environment.docker_image is not None or dockerfile_in(environment, service).is_file()
-    if service is not None and service.beside and not has_image:
-        raise ConfigError(f"{environment}: services.{service.name}: has neither an image nor a Dockerfile; name one")
     context = (service and service.context) or environment
     make = partial(machines.workspace, context, service, config.environment)
-    solution = root / "solution"
+    tests, solution = root / "tests", root / "solution"
     recipe, unbuildable = first_recipe(make, images, config.environment)
     task = Task(
         name=root.name,
         path=root,
-        instruction=instruction,
+        instruction=_instruction(root, config),
         config=config,
         context=context,
         recipe=recipe,
@@ -79,6 +61,31 @@ def load_harbor_task(root: Path, variables: Mapping[str, str], builder: Build, i
         check_script(tests / "test.sh")
     _check_variables(task)
     return replace(task, steps=tuple(_step(task, images, section) for section in config.steps))
+
+
+def _main_service(root: Path, config: TaskConfig) -> Service | None:
+    """The service that the agent works in, with those beside it, from `environment/`; None: no compose file."""
+    environment, image = root / "environment", config.environment.docker_image
+    if not environment.is_dir() and image is None:
+        raise ConfigError(f"{environment}: is missing; put the workspace's files there (it may be empty)")
+    service = read_compose(environment, made=image is not None or (environment / "Dockerfile").is_file())
+    _check_services(config, service, root / "task.toml")
+    if service is None or not service.beside or image is not None or service.image is not None:
+        return service
+    if not dockerfile_in(environment, service).is_file():
+        raise ConfigError(f"{environment}: services.{service.name}: has neither an image nor a Dockerfile; name one")
+    return service
+
+
+def _instruction(root: Path, config: TaskConfig) -> str:
+    """What the agent is told: in one text, where the task has steps."""
+    folders = [root / "steps" / section.name for section in config.steps] or [root]
+    if (conversation := folders[0] / "trajectory.json").exists():
+        raise ConfigError(
+            f"{conversation}: no agent is given an earlier conversation; tell it in the instruction, or leave the task "
+            "out"
+        )
+    return "\n\n".join(read_instruction(folder / "instruction.md") for folder in folders)
 
 
 def _step(task: Task, images: BuildInputs, section: StepSection) -> Task:
