@@ -27,7 +27,8 @@ from atropos.errors import BackendUnavailable, PoolFull
 from atropos.resources import NOTHING
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.slots.backends.base import Backend, Container
-from atropos.slots.containers.fleet import Fleet, Seat
+from atropos.slots.containers.fleet import Fleet
+from atropos.slots.containers.seats import Seat
 
 from . import machine
 from .live import measure, show

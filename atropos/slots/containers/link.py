@@ -14,7 +14,7 @@ from atropos.errors import ConfigError, IsolationUnavailable, LeaseExpired, Sand
 from atropos.resources import Resources
 from atropos.slots.backends.base import Container
 from atropos.slots.client import SandboxClient
-from atropos.slots.containers.fleet import Seat, Ticket
+from atropos.slots.containers.seats import Seat, Ticket
 from atropos.slots.containers.state import SharedState
 
 log = logging.getLogger("atropos.slots")

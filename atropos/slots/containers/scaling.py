@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from atropos.slots.containers.fleet import Seat
+from atropos.slots.containers.seats import Seat
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from atropos.errors import BackendUnavailable
 from atropos.slots.backends.base import Backend
 from atropos.slots.config import SlotPoolConfig
 from atropos.slots.containers.counters import Counters
-from atropos.slots.containers.fleet import Fleet, Ticket
+from atropos.slots.containers.fleet import Fleet
+from atropos.slots.containers.seats import Ticket
 
 Phase = Literal["new", "starting", "running", "stopping", "stopped"]
 

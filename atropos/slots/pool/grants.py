@@ -14,8 +14,8 @@ from atropos import tracing, wire
 from atropos.aio import Allowance
 from atropos.errors import ImageUnavailable, PoolFull, SandboxError, SlotLost
 from atropos.resources import NOTHING, Resources
-from atropos.slots.containers.fleet import Seat, Ticket
 from atropos.slots.containers.link import ContainerLink
+from atropos.slots.containers.seats import Seat, Ticket
 from atropos.slots.containers.share import BASE, Share
 from atropos.slots.containers.state import SharedState
 from atropos.slots.pool.images import PoolImages

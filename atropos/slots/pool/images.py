@@ -28,8 +28,8 @@ from atropos.images.reference import SERVERS_OWN, ImageSource, is_built
 from atropos.resources import Resources
 from atropos.slots.backends.docker.settings import DockerSettings
 from atropos.slots.client.server_images import Archive
-from atropos.slots.containers.fleet import Seat
 from atropos.slots.containers.link import ContainerLink
+from atropos.slots.containers.seats import Seat
 from atropos.slots.containers.share import Share
 from atropos.slots.containers.state import SharedState
 from atropos.slots.pool.image_pulls import Pulls

@@ -13,8 +13,8 @@ from atropos.errors import ConfigError, LeaseExpired, NotSupported, SandboxError
 from atropos.net.egress_policy import parse
 from atropos.resources import Resources
 from atropos.slots.containers.counters import Measured
-from atropos.slots.containers.fleet import Ticket
 from atropos.slots.containers.link import ContainerLink
+from atropos.slots.containers.seats import Ticket
 from atropos.slots.slot.arguments import named_if_wrong
 from atropos.slots.slot.profile import PLAIN, Profile
 from atropos.slots.slot.results import file_error

@@ -10,8 +10,8 @@ from typing import Self
 from atropos import wire
 from atropos.errors import SandboxError, SlotLost
 from atropos.resources import Resources
-from atropos.slots.containers.fleet import Seat, Ticket
 from atropos.slots.containers.link import ContainerLink
+from atropos.slots.containers.seats import Seat, Ticket
 from atropos.slots.slot.arguments import named_if_wrong
 from atropos.slots.slot.processes import SlotProcesses
 from atropos.slots.slot.results import ExecResult

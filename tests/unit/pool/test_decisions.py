@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from atropos.resources import NOTHING, Resources
-from atropos.slots.containers.fleet import Fleet, Seat
+from atropos.slots.containers.fleet import Fleet
 from atropos.slots.containers.scaling import Limits, Plan, PoolState, plan, worn_out
+from atropos.slots.containers.seats import Seat
 
 SLOT = Resources(memory_mib=1024, pids=256)
 

@@ -12,8 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from atropos.errors import ConfigError, LimitTooLarge
 from atropos.resources import NOTHING, Resources
 from atropos.slots import LeaseLimits, SlotPoolConfig
-from atropos.slots.containers.fleet import Fleet, Seat, Ticket
+from atropos.slots.containers.fleet import Fleet
 from atropos.slots.containers.scaling import Limits, PoolState, plan
+from atropos.slots.containers.seats import Seat, Ticket
 from atropos.wire import SlotLimits
 from tests.unit.pool.model import SLOT as MODEL_SLOT
 from tests.unit.pool.model import model_pool
