@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import os
-import signal
 import socket
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -20,7 +18,7 @@ from atropos.sandbox.host.files import skeleton, views, volumes
 from atropos.sandbox.host.gpus import SlotGpus
 from atropos.sandbox.host.host_state import HostState
 from atropos.sandbox.host.limit_watch import LimitWatch
-from atropos.sandbox.host.process.spawner_client import pidfd_of
+from atropos.sandbox.host.process.pid_1 import FirstProcess
 from atropos.sandbox.host.runner_link import RunnerLink
 from atropos.sandbox.host.slot_calls import SlotCalls
 from atropos.sandbox.host.slot_network import SlotNetwork
@@ -45,7 +43,6 @@ if TYPE_CHECKING:
     from atropos.sandbox.contract import OnResult
 
 START_DEADLINE_S = 20.0
-STOP_DEADLINE_S = 10.0
 COUNT_S = 1.0
 """Longest that the egress proxy may take to say what an ended slot moved."""
 ERRORS_BYTES = 4096
@@ -80,13 +77,9 @@ class SlotSandbox:
         self.cgroup = cgroup
         # A future and no event: several parts await it, and the reason comes with it.
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.host_pid: int | None = None
-        """PID 1 of the slot, as the server sees it."""
+        self._first = FirstProcess()
         self._host = host
         self._tasks = Tasks(f"slot {name}")
-        self._started: asyncio.Future[int] | None = None
-        self._ended: asyncio.Future[float] | None = None
-        self._init_fd = -1
         self._loop = asyncio.get_running_loop()
         watch = LimitWatch(name, cgroup, volume, limits)
         self._calls = SlotCalls(watch, limits.wall_s, self._pid_of_living, self._fail)
@@ -100,6 +93,11 @@ class SlotSandbox:
     def watch(self) -> LimitWatch:
         """Which limits its programs reach."""
         return self._calls.watch
+
+    @property
+    def host_pid(self) -> int | None:
+        """PID 1 of the slot, as the server sees it; None before its start."""
+        return self._first.pid
 
     def _pid_of_living(self) -> int | None:
         return None if self.died.done() else self.host_pid
@@ -163,9 +161,9 @@ class SlotSandbox:
         Raises:
             SlotLost: it has ended.
         """
-        if self._init_fd < 0 or self.died.done():
+        if self._first.pidfd < 0 or self.died.done():
             raise SlotLost(f"slot {self.name} is gone: {self._why()}")
-        return self._init_fd
+        return self._first.pidfd
 
     async def set_network(self, hosts: tuple[str, ...] | None) -> None:
         """Change `hosts`; see `contract.Sandbox.set_network`."""
@@ -217,7 +215,8 @@ class SlotSandbox:
         errors = memory_files.bounded("errors", ERRORS_BYTES)
         try:
             async with asyncio.timeout(START_DEADLINE_S):
-                await self._greet(await self._spawn(base, errors))
+                await self._spawn(base, errors)
+                await self._greet()
         except TimeoutError:
             why = memory_files.line(errors) or "PID 1 sent nothing"
             raise SandboxError(
@@ -230,8 +229,8 @@ class SlotSandbox:
         finally:
             os.close(errors)
 
-    async def _spawn(self, base: skeleton.Base, errors: int) -> int:
-        """Have PID 1 forked, with our end of its socket for the calls; its pid, once the slot has a network."""
+    async def _spawn(self, base: skeleton.Base, errors: int) -> None:
+        """Have PID 1 forked, with our end of its socket for the calls, and give the slot its network."""
         # Two pairs: the stream is the runner's for life; the other one carries the namespace's descriptors once.
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._calls.channel = RunnerLink(ours, output_bytes=self.limits.output_bytes, on_broken=self._fail)
@@ -242,18 +241,12 @@ class SlotSandbox:
             )
             joins = [self.network.namespace] if self._joined else []
             fds = [theirs.fileno(), errors, far.fileno(), *joins]
-            self._started, self._ended = await self._host.spawner.start(request, fds)
-            # Shielded: a start that is cancelled here may still have made a process, which `_end_processes` waits for.
-            self.host_pid = pid = await asyncio.shield(self._started)
-            # From here on the process is named by descriptor: its number may be used again once the spawner has reaped
-            # it.
-            self._init_fd = pidfd_of(pid)
+            await self._first.start(self._host.spawner, request, fds)
             if not self._joined:
                 # Else `near` would not see the end of file where PID 1 dies before it has sent the network.
                 far.close()
                 await self.network.open(near)
-        self._ended.add_done_callback(lambda _: self._fail("its PID 1 ended"))
-        return pid
+        self._first.when_ended(lambda: self._fail("its PID 1 ended"))
 
     def resize(self, limits: SlotLimits) -> None:
         """Change the limits; see `contract.Sandbox.resize`."""
@@ -397,12 +390,12 @@ class SlotSandbox:
         """See `contract.Sandbox`."""
         return self.volume.upper
 
-    async def _greet(self, pid: int) -> None:
+    async def _greet(self) -> None:
         """Send the runner its settings, and wait for its answer."""
         channel = self._calls.channel
         assert channel is not None
         # Inside, /proc is read-only (decision 17).
-        oom_fd = os.open(f"/proc/{pid}/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
+        oom_fd = os.open(f"/proc/{self.host_pid}/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
         try:
             environment = self._host.environment | (egress_supervisor.environment() if self.network.has_egress else {})
             channel.start(environment, self.limits.output_bytes, self.limits.wall_s, oom_fd)
@@ -420,16 +413,9 @@ class SlotSandbox:
             # Before the kill: open calls get this reason, and not the end of the socket that the kill causes.
             channel.close(OutcomeUnknown(f"slot {self.name} ended while the call ran: {reason}"))
         if self._stopping is None and not self._ending:
-            self._kill()
+            self._first.kill()
             if not self.died.done():
                 self.died.set_result(reason)
-
-    def _kill(self) -> None:
-        """Kill PID 1, and with it everything in its namespace."""
-        if self._init_fd >= 0:
-            with contextlib.suppress(ProcessLookupError):
-                # By pidfd: a number may have been given to another process since.
-                signal.pidfd_send_signal(self._init_fd, signal.SIGKILL)
 
     # ------------------------------------------------------------------------------------------------------------- stop
 
@@ -448,7 +434,6 @@ class SlotSandbox:
 
     async def _stop(self) -> Stopped:
         began = time.monotonic()
-        # First: connections are cut while the processes die, not after they have.
         # First: connections are cut while the processes die, not after they have.
         moved = self._close_network()
         # In this order: a volume can be detached once nothing has it open, a cgroup removed once it is empty.
@@ -477,29 +462,14 @@ class SlotSandbox:
         if not detail:
             self._host.live.discard(self)
         seconds = time.monotonic() - began
-        cpu_s = self._ended.result() if self._ended is not None and self._ended.done() else -1
         egress_bytes = moved.result() if moved is not None and await done_within(moved, COUNT_S) else 0
-        return Stopped(not detail, seconds, detail, cpu_s if cpu_s >= 0 else None, egress_bytes)
+        return Stopped(not detail, seconds, detail, self._first.cpu_s, egress_bytes)
 
     async def _end_processes(self) -> str:
         """Kill PID 1, which ends every process of its namespace, and wait until it is reaped. '' when confirmed."""
         if self._calls.channel is not None:
             self._calls.channel.close(OutcomeUnknown(f"slot {self.name} was stopped while the call ran"))
-        if self._started is not None and self._init_fd < 0 and not (self._ended is not None and self._ended.done()):
-            # the start was cancelled, but its process may still appear; or an earlier stop did not see its end
-            came = await done_within(self._started, STOP_DEADLINE_S)
-            with contextlib.suppress(SandboxError, OSError):  # it failed to start, or no descriptor is left
-                self._init_fd = pidfd_of(self._started.result()) if came else -1
-        self._kill()
-        problem = ""
-        # the kernel reaps PID 1 after every process of its namespace: nothing else confirms their end
-        if self._ended is not None and not await done_within(self._ended, STOP_DEADLINE_S):
-            # A process in an uninterruptible sleep (D) dies when its wait ends; the kill is there by then.
-            self.cgroup.kill()
-            problem = f"its processes did not end within {STOP_DEADLINE_S} s"
-        if self._init_fd >= 0:
-            os.close(self._init_fd)
-        self._init_fd = -1
+        problem = await self._first.end(self.cgroup.kill)
         # After every process has ended: nothing may hold a device open when the next lease gets it.
         if self._gpus is not None:
             self._gpus.leave(self.upper)
@@ -541,7 +511,6 @@ class SlotSandbox:
         else:
             layer = SnapshotLayer(self.volume.upper, used)
             self._host.layers[layer] = self.volume
-            # The volume is the layer's now: `_dispose` of a later `stop` must not free it.
             # The volume is the layer's now: `_dispose` of a later `stop` must not free it.
             self._detached = True
             frozen.set_result(layer)

@@ -21,6 +21,7 @@ from atropos import wire
 from atropos.errors import NotSupported, OutcomeUnknown, SandboxError, SlotLost
 from atropos.sandbox.host import slot as host_slot
 from atropos.sandbox.host import slot_calls
+from atropos.sandbox.host.process import pid_1
 from atropos.sandbox.linux import disks, host_limits
 from atropos.wire import (
     Exec,
@@ -1177,7 +1178,7 @@ async def starts_that_are_given_up_at_any_moment_are_confirmed_gone(host):
     for milliseconds in [0.5 * n for n in range(20)] * 4:
         with (
             mock.patch.object(host_slot, "START_DEADLINE_S", milliseconds / 1000),
-            mock.patch.object(host_slot, "STOP_DEADLINE_S", 3.0),
+            mock.patch.object(pid_1, "STOP_DEADLINE_S", 3.0),
         ):
             try:
                 await (await host.start("late")).stop()
@@ -1194,7 +1195,7 @@ async def a_start_for_which_the_spawner_does_nothing_ends_too(host):
     try:
         with (
             mock.patch.object(host_slot, "START_DEADLINE_S", 0.3),
-            mock.patch.object(host_slot, "STOP_DEADLINE_S", 0.3),
+            mock.patch.object(pid_1, "STOP_DEADLINE_S", 0.3),
         ):
             await host.start("late")
     except SandboxError as error:
@@ -1212,9 +1213,30 @@ async def a_start_for_which_the_spawner_does_nothing_ends_too(host):
         assert await out(s, "echo next") == "next\n"
 
 
+async def a_start_for_which_the_spawner_can_not_fork_says_so(host):
+    await freed(host)
+    before = os.listdir(f"{host.state.scratch}/slots")
+    (spawner,) = (pid for pid, line in descendants().items() if "programs/spawner.py" in line)
+    limits = resource.prlimit(spawner, resource.RLIMIT_NPROC)
+    resource.prlimit(spawner, resource.RLIMIT_NPROC, (0, limits[1]))
+    try:
+        await host.start("without")
+    except SandboxError as error:
+        assert "Resource temporarily unavailable" in str(error)
+    else:
+        raise AssertionError("it started")
+    finally:
+        resource.prlimit(spawner, resource.RLIMIT_NPROC, limits)
+    assert not host.state.live
+    await freed(host)
+    assert os.listdir(f"{host.state.scratch}/slots") == before
+    async with slot(host) as s:
+        assert await out(s, "echo next") == "next\n"
+
+
 async def a_stop_that_could_not_be_confirmed_is_tried_again(host):
     sandbox = await started(host, "slow-to-end")
-    with mock.patch.object(host_slot, "STOP_DEADLINE_S", 0.0):
+    with mock.patch.object(pid_1, "STOP_DEADLINE_S", 0.0):
         stopped = await sandbox.stop()
     assert not stopped.clean, stopped
     while not (stopped := await sandbox.stop()).clean:  # noqa: ASYNC110 (a scenario has a time limit)
@@ -1246,7 +1268,7 @@ async def a_call_goes_on_where_all_was_frozen_for_longer_than_it_may_take(host):
 async def a_slot_that_ends_where_all_was_frozen_is_confirmed(host):
     sandbox = await host.start("ends-late")
     spawner = parent_of(sandbox.host_pid)
-    with mock.patch.object(host_slot, "STOP_DEADLINE_S", 1.0):
+    with mock.patch.object(pid_1, "STOP_DEADLINE_S", 1.0):
         stopping = asyncio.create_task(sandbox.stop())
         for _ in range(3):  # until its PID 1 is killed
             await asyncio.sleep(0)

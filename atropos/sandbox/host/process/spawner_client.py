@@ -84,8 +84,7 @@ class SpawnerClient:
             return
         del self._slots[report["id"]]
         if "error" in report:
-            # Nobody waits for the end of what never began.
-            ended.cancel()
+            ended.set_result(-1)
             started.set_exception(SandboxError(f"a sandbox could not be started: {report['error']}"))
         elif "cpu_s" in report:
             ended.set_result(report["cpu_s"])
