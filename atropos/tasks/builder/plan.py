@@ -8,12 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
 
 from atropos.tasks.builder.archive import digest_of
 from atropos.tasks.format.context import Context
-from atropos.tasks.format.recipe import Copy, Download, Folder, Recipe, Run, Stage, Step
+from atropos.tasks.format.recipe import Copy, Download, Folder, Mount, Recipe, Run, Stage, Step
 from atropos.wire import ImageInfo
 
 RULES = 5
@@ -74,24 +74,31 @@ def plan_of(recipe: Recipe, context: Context, images: StageImages, owner: str) -
 def describe(step: Step, context: Context, plan: Plan) -> list[object]:
     """All that a step's result depends on, beside what it starts from."""
     if isinstance(step, Copy):
-        if step.stage is None:
-            origin = digest_of(context, step)
-        else:
-            stage = plan[step.stage]
-            origin = stage.steps[-1].key if stage.steps else stage.parent.id
-        how = (step.mode, step.keep_folder_name, step.owner, step.exclude, step.unpack, step.parents)
-        return ["copy", origin, step.sources, step.target, *how]
+        return ["copy", _origin(step, context, plan), _said(step, but={"stage", "files"})]
     if isinstance(step, Run):
         settings = step.settings
         mounts = [
-            (m.target, m.mode, m.owner, m.cache, m.content and describe(m.content, context, plan)) for m in step.mounts
+            [_said(mount, but={"content"}), mount.content and describe(mount.content, context, plan)]
+            for mount in step.mounts
         ]
-        offline = ["offline"] if step.offline else []
-        return ["run", step.command, settings.workdir, dict(settings.env), settings.user, mounts, *offline]
-    if isinstance(step, Folder):
-        return ["folder", step.path, step.owner]
-    unpack = ["unpack"] if step.unpack else []
-    return ["download", step.address, step.checksum, step.target, step.mode, step.owner, *unpack]
+        before = [settings.workdir, dict(settings.env), settings.user]
+        return ["run", before, mounts, _said(step, but={"settings", "mounts"})]
+    return ["folder" if isinstance(step, Folder) else "download", _said(step)]
+
+
+def _origin(step: Copy, context: Context, plan: Plan) -> str:
+    """What identifies the files that a step copies."""
+    if step.stage is None:
+        return digest_of(context, step)
+    stage = plan[step.stage]
+    return stage.steps[-1].key if stage.steps else stage.parent.id
+
+
+def _said(of: Step | Mount, but: Collection[str] = ()) -> dict[str, object]:
+    """Its fields, without those that are as they are by default: a new one changes no key of steps that lack it."""
+    values = {field.name: getattr(of, field.name) for field in fields(of) if field.name not in but}
+    defaults = {field.name: field.default for field in fields(of)}
+    return {name: value for name, value in values.items() if value != defaults[name]}
 
 
 def key_of(*parts: object) -> str:
