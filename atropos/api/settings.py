@@ -7,7 +7,7 @@ import os
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal, TypeVar, cast
+from typing import Annotated, Literal, TypeVar, cast
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
@@ -15,11 +15,20 @@ from pydantic_core import ErrorDetails
 
 from atropos.errors import ConfigError
 
+Port = Annotated[int, Field(ge=0, le=65_535, description="0: any free one, which the first line names")]
+
 
 class SettingsModel(BaseModel):
     """Base of the settings: frozen, unknown ones are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ServiceSettings(SettingsModel):
+    """What every HTTP service of ours has. Times in seconds."""
+
+    host: str = Field(default="127.0.0.1", description="address to listen on; beyond loopback only when asked")
+    drain_s: float = Field(default=30, ge=0, description="time for running calls to finish after SIGTERM")
 
 
 class Bounds(SettingsModel):
@@ -76,11 +85,10 @@ class McpServerSettings(SettingsModel):
         return self
 
 
-class ToolServerSettings(SettingsModel):
+class ToolServerSettings(ServiceSettings):
     """A ToolServer. Times in seconds, sizes in bytes."""
 
-    host: str = Field(default="127.0.0.1", description="address to listen on; beyond loopback only when asked")
-    port: int = Field(default=8460, ge=0, le=65_535, description="0: any free one, which the first line names")
+    port: Port = 8460
     token: SecretStr | None = Field(default=None, description="bearer token; needed to listen, None only in-process")
     tools: tuple[str, ...] = Field(
         default=(), description="external tools of your own: module:attribute, a Tool or a list of them"
@@ -117,7 +125,6 @@ class ToolServerSettings(SettingsModel):
     journal_calls: int = Field(default=20_000, ge=1, description="finished calls kept for resends")
     journal_bytes: int = Field(default=64_000_000, ge=1000, description="memory of those answers")
     journal_ttl_s: float = Field(default=600, gt=0, description="how long they are kept at most")
-    drain_s: float = Field(default=30, ge=0, description="time for running calls to finish after SIGTERM")
 
     def check_listening(self) -> None:
         """Refuse to listen without a token.

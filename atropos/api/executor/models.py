@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, SecretStr, model_validator
 
-from atropos.api.settings import SettingsModel
+from atropos.api.settings import Port, ServiceSettings
 from atropos.net.sockets import LOOPBACK
 from atropos.slots.config import SlotPoolConfig
 from atropos.slots.pool.stats import ContainerSlots
@@ -26,11 +26,10 @@ def _network(text: str) -> str:
     return str(ipaddress.ip_network(text))
 
 
-class ExecutorServerSettings(SettingsModel):
+class ExecutorServerSettings(ServiceSettings):
     """An executor API. Times in seconds."""
 
-    host: str = Field(default="127.0.0.1", description="address to listen on; beyond loopback only when asked")
-    port: int = Field(default=8461, ge=0, le=65_535, description="0: any free one, which the first line names")
+    port: Port = 8461
     token: SecretStr | None = Field(
         default=None,
         min_length=1,
@@ -70,7 +69,6 @@ class ExecutorServerSettings(SettingsModel):
     )
     acquire_s: float = Field(default=10, gt=0, description="longest that opening a trajectory waits for a slot")
     remembered: int = Field(default=64, ge=1, description="most finished calls a trajectory remembers for resends")
-    drain_s: float = Field(default=30, ge=0, description="time for running calls to finish after SIGTERM")
     otlp_endpoint: str | None = Field(
         default=None, description="URL of an OTLP/HTTP collector that gets the traces; None: there are none"
     )
