@@ -100,7 +100,7 @@ def executor_server(
     token_file: Annotated[Path | None, typer.Option(help=f"The bearer token; else {EXECUTOR_TOKEN_VARIABLE}.")] = None,
     keys_file: Annotated[str | None, typer.Option(help="Keys of several users: `atropos keys`.")] = None,
     audit_file: Annotated[str | None, typer.Option(help="Gets a JSON line for each thing done.")] = None,
-    backend: Annotated[str | None, typer.Option(help="local, docker or nomad.")] = None,
+    backend: Annotated[str | None, typer.Option(help="A backend's name: local, docker, nomad …")] = None,
     slots_per_container: Annotated[int | None, typer.Option(help="Slots in a container.")] = None,
     max_containers: Annotated[int | None, typer.Option(help="Containers at most.")] = None,
     toolset: Annotated[list[str] | None, typer.Option(help="An enabled toolset; may be given again.")] = None,

@@ -129,7 +129,7 @@ async def _file_lines(source: FileIO) -> AsyncIterator[str]:
 
 
 def mcp(
-    backend: Annotated[str, typer.Option(help="local, docker or nomad.")] = "local",
+    backend: Annotated[str, typer.Option(help="A backend's name: local, docker, nomad …")] = "local",
     toolset: Annotated[list[str] | None, typer.Option(help="A toolset to offer; may be given again.")] = None,
     network: Annotated[bool, typer.Option("--network", help="Allow filtered egress.")] = False,
 ) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO
 import typer
 
 from atropos.cli.image_progress import image_or_task, progress_display
-from atropos.cli.options import Base
+from atropos.cli.options import BackendName, Base
 from atropos.errors import ConfigError
 from atropos.wire import SlotLimits
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def execute(
     command: Annotated[str, typer.Argument(help="A shell command line.")],
     timeout_s: Annotated[float, typer.Option("--timeout", min=0.001, help="Seconds before it is killed.")] = 60.0,
-    backend: Annotated[str, typer.Option(help="local, docker or nomad.")] = "local",
+    backend: BackendName = "local",
     base: Base = None,
     image: Annotated[str | None, typer.Option(help="An image to start from, as `atropos image prepare` takes.")] = None,
     upload: Annotated[Path | None, typer.Option(help="A file or folder to put into /workspace first.")] = None,

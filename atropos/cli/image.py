@@ -12,7 +12,16 @@ from typing import Annotated, TypedDict
 import typer
 
 from atropos.cli.image_progress import image_or_task, progress_display
-from atropos.cli.options import DEFAULT_JOB, AsJson, AuthFile, InsecureRegistries, Mirrors, Store, image_store
+from atropos.cli.options import (
+    DEFAULT_JOB,
+    AsJson,
+    AuthFile,
+    BackendName,
+    InsecureRegistries,
+    Mirrors,
+    Store,
+    image_store,
+)
 from atropos.errors import ConfigError
 from atropos.slots.backends.assets import asset
 from atropos.slots.backends.loading import open_survey
@@ -44,7 +53,7 @@ def prepare(
     images: Annotated[
         list[str], typer.Argument(help="python:3.13-slim, oci-archive:FILE … or a Dockerfile, a task's folder")
     ],
-    backend: Annotated[str, typer.Option(help="local, docker or nomad.")] = "local",
+    backend: BackendName = "local",
     store: Store = None,
     auth_file: AuthFile = None,
     insecure_registry: InsecureRegistries = None,

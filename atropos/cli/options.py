@@ -22,6 +22,7 @@ def full_path(given: str | None) -> str | None:
 DEFAULT_JOB = "atropos-sandbox-agent-env"
 """The job of a pool that names none."""
 Job = Annotated[str, typer.Option("--job-id", help="the pool's sandbox_job_id")]
+BackendName = Annotated[str, typer.Option("--backend", help="A backend's name: local, docker, nomad …")]
 Address = Annotated[str | None, typer.Option(help="of the engine; default: NOMAD_ADDR or DOCKER_HOST")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Base = Annotated[str | None, typer.Option(help="A root file system to start from (local backend).", callback=full_path)]
