@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from atropos.resources import Resources
-from atropos.tasks.fit import Room, fit
+from atropos.tasks.fit import Room, fit, largest_on_disk
 from atropos.tasks.folder import load_task
 from atropos.wire import LeaseLimits
 from tests.files import write_files
@@ -73,3 +73,30 @@ def test_networks_within_the_pool_s_are_reached(tmp_path):
     files = {"instruction.md": "Do it.\n", "environment/a": "a", "tests/test.sh": "true\n", "task.toml": toml}
     found = fit(load_task(write_files(tmp_path / "demo", files)), replace(ROOM, egress=("10.0.0.0/8",)))
     assert [note.split()[1] for note in found.notes if "allowed_hosts" in note] == ["10.2.0.0/16:81", "11.0.0.0/8"]
+
+
+@pytest.mark.parametrize(
+    ("volume", "storage", "most", "lease", "clamped"),
+    [
+        ("disk", 256, None, None, ""),
+        ("disk", 1000, None, None, "1000 wanted, slots have 256"),
+        ("memory", 512, None, LeaseLimits(disk_mib=512), ""),
+        ("memory", 513, None, LeaseLimits(disk_mib=512), "513 of files in memory beside 0 for programs"),
+        ("auto", 512, None, LeaseLimits(disk_mib=512), ""),
+        ("auto", 513, None, LeaseLimits(disk_mib=513), ""),
+        ("auto", 1000, 1000, LeaseLimits(disk_mib=1000), ""),
+        ("auto", 1000, 999, LeaseLimits(disk_mib=999), "1000 wanted, more than fits in memory, and leases have 999"),
+    ],
+)
+def test_files_are_where_there_is_room(tmp_path, volume, storage, most, lease, clamped):
+    toml = f"[environment]\nstorage_mb = {storage}\n"
+    files = {"instruction.md": "Do it.\n", "environment/a": "a", "tests/test.sh": "true\n", "task.toml": toml}
+    task = load_task(write_files(tmp_path / "demo", files))
+    room = replace(ROOM, volume=volume, largest_disk_mib=most)
+    found = fit(task, room, policy="clamp")
+    assert found.limits == lease
+    assert clamped in "".join(found.clamped)
+    assert bool(found.clamped) == bool(found.lowered.get("disk")) == bool(clamped)
+    assert bool(fit(task, room, policy="refuse").refused) == bool(clamped)
+    on_disk = {"auto": storage if most is None else min(storage, most)}.get(volume, 0) if storage > 512 else 0
+    assert largest_on_disk([replace(task, limits=found.limits)], room) == (on_disk or None)
