@@ -932,7 +932,7 @@ async def a_slot_that_started_as_the_last_descriptor_went_is_stopped(host):
     await freed(host)
     before = os.listdir(f"{host.state.scratch}/slots")
     no_descriptor = OSError(errno.EMFILE, os.strerror(errno.EMFILE))  # for its PID 1, which runs by then
-    with mock.patch.object(host_slot, "pidfd_of", side_effect=no_descriptor):
+    with mock.patch.object(pid_1, "pidfd_of", side_effect=no_descriptor):
         try:
             await host.start("without")
         except SandboxError as error:
