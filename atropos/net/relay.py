@@ -89,7 +89,6 @@ async def relay(
             return
         host, port, target = _destination(request)
         # `name`, from here on: the canonical form that was judged, whatever the request calls it.
-        # `name`, from here on: the canonical form that was judged, whatever the request calls it.
         name, remote, upstream = await dial(host, port)
         async with _while_it_moves(spend) as moved:
             if request.method == b"CONNECT":

@@ -112,7 +112,6 @@ def enter_namespaces(write_maps: Callable[[int], None], before: Callable[[], Non
         message = os.read(answer_r, 4096)
     finally:
         # Where the unshare failed, this lets the child read its end of file and go.
-        # Where the unshare failed, this lets the child read its end of file and go.
         os.close(go_w)
         os.close(answer_r)
         os.waitpid(writer, 0)

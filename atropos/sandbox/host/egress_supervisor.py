@@ -202,7 +202,6 @@ class EgressSupervisor:
     def _send(self, order: dict[str, object], listener: Listener | None = None) -> None:
         """Send an order after those before it, as soon as the proxy takes it; a new proxy gets all listeners anew."""
         # Between two proxies; `_spawn` sends what holds then.
-        # Between two proxies; `_spawn` sends what holds then.
         if self._sock is None:
             return
         self._orders.append((json.dumps(order).encode(), listener))

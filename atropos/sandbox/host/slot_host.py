@@ -113,7 +113,6 @@ class SlotHost:
             await sandbox.start(base)
         except BaseException as error:
             # BaseException, and shielded: a cancelled start may have left processes, mounts and a cgroup.
-            # BaseException, and shielded: a cancelled start may have left processes, mounts and a cgroup.
             await asyncio.shield(sandbox.stop())
             if isinstance(error, (OSError, ValueError)):
                 raise SandboxError(f"slot {name} could not be started: {error}") from error

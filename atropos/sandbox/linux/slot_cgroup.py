@@ -238,7 +238,6 @@ class SlotCgroup:
                     _write(f"{path}/cgroup.kill", "1", needed=True)
                 except FileNotFoundError:
                     # May miss what forks meanwhile; callers repeat it until the group can be removed.
-                    # May miss what forks meanwhile; callers repeat it until the group can be removed.
                     with open(f"{path}/cgroup.procs", "rb") as file:
                         pids = [int(pid) for pid in file.read().split()]
                     for pid in pids:

@@ -345,7 +345,6 @@ class CallStream:
             return
         self.gone = reason
         # Whoever waits for the connection wakes, and finds `gone`.
-        # Whoever waits for the connection wakes, and finds `gone`.
         self.up.set()
         pending, self._pending = self._pending, {}
         self._cancels.clear()

@@ -92,7 +92,6 @@ class Pulls:
             pulling = None if pull is None else self._tasks(name).get(pull.link)
             if pulling is None or pulling.done():
                 # Nobody pulls it, or whoever did has failed: this container asks the registry itself.
-                # Nobody pulls it, or whoever did has failed: this container asks the registry itself.
                 return await self._pull(link, name, report)
             report(ImageState(source=name, phase="waiting"))
             # One second: a stall shows only on the clock, since no event comes of it.
@@ -105,7 +104,6 @@ class Pulls:
             if link.gone is not None:
                 raise
             log.warning("image %s: container %s could not give it: %s", name, holder.container.id, error)
-            # What the giver has may be damaged or refused by its digest; the registry has the original.
             # What the giver has may be damaged or refused by its digest; the registry has the original.
             return await self._pull(link, name, report)
 

@@ -172,7 +172,6 @@ class SlotPool:
         deadline = self._state.now() + self.config.start_timeout_s
         while self._state.fleet.ready < self.config.min_containers:
             # Before the state is read: what changes after that sets it again.
-            # Before the state is read: what changes after that sets it again.
             self._state.news.clear()
             if (failure := self._state.failure()) is not None:
                 raise failure

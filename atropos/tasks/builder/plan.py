@@ -16,7 +16,7 @@ from atropos.tasks.format.context import Context
 from atropos.tasks.format.recipe import Copy, Download, Folder, Mount, Recipe, Run, Stage, Step
 from atropos.wire import ImageInfo
 
-RULES = 5
+RULES = 6
 """Part of every key: another number when a step's result changes though its instruction doesn't."""
 LAST = 1 << 30
 """Number of the last stage."""

@@ -139,7 +139,6 @@ class Volume:
                 # one by one, so that those before one that fails are closed
                 held.extend(os.open(path, os.O_PATH | os.O_CLOEXEC) for path in (*reversed(self.mounts), self.folder))
                 # MNT_DETACH takes the whole tree of mounts; open descriptors keep the file systems for the disposer.
-                # MNT_DETACH takes the whole tree of mounts; open descriptors keep the file systems for the disposer.
                 syscalls.umount(self.folder)
                 self.mounts = []
             os.rmdir(self.folder)
@@ -359,7 +358,6 @@ def make_folders(volume: Volume) -> None:
         path = f"{volume.data}/{name}"
         os.mkdir(path)
         os.chmod(path, mode)
-        # Ids of this user namespace: the slot's root.
         # Ids of this user namespace: the slot's root.
         os.chown(path, 0, 0)
 

@@ -81,7 +81,6 @@ class StartQueue:
             del self._waiting[self._turn]
             self._turn.start_next()
             # It may have had nothing to start any more.
-            # It may have had nothing to start any more.
             self._turn = None
 
     def _set_timer(self) -> None:

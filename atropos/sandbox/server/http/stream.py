@@ -106,7 +106,6 @@ class Stream:
             log.info("stream of %s closed: %s", client_name(self.client.client_id) if self.client else "?", reason)
         self._closed = True
         # A reader that waits for room must see that it is over.
-        # A reader that waits for room must see that it is over.
         self._room.set()
         self._transport.abort()
 

@@ -332,7 +332,6 @@ class Leasing:
             if run.held.request.joins is None and run.group.runs:  # its end is that of all
                 await asyncio.wait([each.ending for each in run.group.runs if each.ending is not None])
         # After the sandbox, whose root stands on them.
-        # After the sandbox, whose root stands on them.
         self._layers.leave(run)
         return self._finish(run, replace(stopped, seconds=time.monotonic() - began))
 

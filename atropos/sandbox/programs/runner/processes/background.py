@@ -248,7 +248,6 @@ class Waiter:
         """Answer if its condition holds."""
         moment, proc = now(), self.proc
         # Each check sets its own: an earlier one would answer too soon.
-        # Each check sets its own: an earlier one would answer too soon.
         loop.timers.pop(self.timer, None)
         wake = self.deadline
         if not proc.running or moment >= self.deadline or (self.until == "output" and proc.total > self.offset):

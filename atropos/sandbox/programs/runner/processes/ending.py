@@ -37,5 +37,4 @@ def op_quiesce(call: int) -> None:
     kill_all()
     children.quiescing.append((call, count))
     # Where nothing runs, no SIGCHLD would come to answer the call.
-    # Where nothing runs, no SIGCHLD would come to answer the call.
     children.reap()
