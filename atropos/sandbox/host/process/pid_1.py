@@ -37,9 +37,9 @@ class FirstProcess:
         """Have the spawner fork it, once; arguments and errors as `SpawnerClient.start`."""
         self._started, self._ended = await spawner.start(request, fds)
         # Shielded: a start that is cancelled here may still have made a process, which `end` waits for.
-        self.pid = await asyncio.shield(self._started)
+        self.pid = pid = await asyncio.shield(self._started)
         # From here on it is named by descriptor: its number may be used again once the spawner has reaped it.
-        self.pidfd = pidfd_of(self.pid)
+        self.pidfd = pidfd_of(pid)
 
     def when_ended(self, call: Callable[[], None]) -> None:
         """Have this called once it has ended."""
