@@ -303,3 +303,51 @@ async def test_what_begins_as_a_secret_arrives():
     async with through(origin, secrets=secrets) as (reader, writer):
         writer.write(b"GET http://origin/ HTTP/1.1\r\nHost: origin\r\n\r\n")
         assert (await reader.read()).endswith(body)
+
+
+@contextlib.asynccontextmanager
+async def believed(dial, **settings) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A connection of a program that believes it is connected to port 80 of a host."""
+
+    async def proxied(reader, writer):
+        relay.hold(writer)
+        await relay.tunnel(reader, writer, dial, "origin", 80, spend=lambda _: None, admit=lambda: None, **settings)
+
+    async with await asyncio.start_server(proxied, "127.0.0.1", 0) as proxy:
+        reader, writer = await asyncio.open_connection(*proxy.sockets[0].getsockname())
+        try:
+            yield reader, writer
+        finally:
+            writer.close()
+
+
+async def test_an_unreached_host_resets():
+    async def dial(*_):
+        raise EgressRefused("nowhere")
+
+    async with believed(dial) as (reader, _):
+        with pytest.raises(ConnectionResetError):
+            await reader.read()
+
+
+async def test_a_host_with_secrets_gets_paths_alone():
+    heads = []
+
+    async def origin(reader, writer):
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            heads.append(await reader.readuntil(b"\r\n\r\n"))
+            writer.write(OK)
+        writer.close()
+
+    async with await asyncio.start_server(origin, "127.0.0.1", 0) as there:
+
+        async def dial(host, _):
+            return host, *await asyncio.open_connection(*there.sockets[0].getsockname())
+
+        secrets = SlotSecrets([HostSecret.of(["origin:80"], "x-key", "tok-12345678", tls=False)])
+        for target, status in ((b"/a", b"200"), (b"http://other/a", b"403")):
+            async with asyncio.timeout(30), believed(dial, secrets=secrets) as (reader, writer):
+                writer.write(b"GET " + target + b" HTTP/1.1\r\nHost: origin\r\n\r\n")
+                assert (await reader.read()).startswith(b"HTTP/1.1 " + status)
+    (head,) = heads
+    assert b"x-key: tok-12345678" in head.lower()
