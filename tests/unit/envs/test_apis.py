@@ -163,6 +163,11 @@ def test_answers_are_read_as_sampled(api, answer, read):
     ] == read
 
 
+def test_each_completion_has_a_reason():
+    with pytest.raises(ValueError, match="shorter"):
+        apis.AtroposlibGenerate().read({"logprobs": [[], []], "finish_reasons": ["stop"]})
+
+
 def test_the_prompt_that_was_used():
     assert apis.VllmCompletions().prompt({"choices": [{"prompt_token_ids": [1, 2]}]}) == [1, 2]
     assert apis.VllmGenerate().prompt({"prompt_token_ids": [1, 2]}) == [1, 2]
