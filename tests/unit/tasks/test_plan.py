@@ -14,10 +14,10 @@ from atropos.wire import ImageInfo
 BASE = ImageInfo(id="0" * 64, source="docker://base", bytes=1)
 OTHER = ImageInfo(id="1" * 64, source="docker://other", bytes=1)
 STEPS = [
-    Folder("/work"),
-    Copy(("a",), "/work/"),
+    Folder("/srv"),
+    Copy(("a",), "/srv/"),
     Run(("make",)),
-    Download("https://host.example/a", "/work/"),
+    Download("https://host.example/a", "/srv/"),
     Mount("/c"),
 ]
 VALUES = {
@@ -98,6 +98,6 @@ def test_nothing_to_do_makes_the_root(context):
 
 def test_instructions_in_short():
     texts = [text_of(step) for step in STEPS[:4]]
-    assert texts == ["WORKDIR /work", "COPY a /work/", "RUN make", "ADD https://host.example/a /work/"]
+    assert texts == ["WORKDIR /srv", "COPY a /srv/", "RUN make", "ADD https://host.example/a /srv/"]
     assert text_of(Folder("/" + 200 * "x")) == "WORKDIR /" + 108 * "x" + "..."
     assert text_of(Folder("/" + 111 * "x")) == "WORKDIR /" + 111 * "x"
