@@ -39,7 +39,9 @@ else
   require docker docker.io
   require docker docker-cli # where docker.io holds the engine alone (Debian 13)
 fi
-"${docker[@]}" version --format '{{.Server.Version}}' >/dev/null || { echo "no Docker engine answers; start dockerd, or set DOCKER_HOST" >&2; exit 1; }
+arch=$("${docker[@]}" version --format '{{.Server.Arch}}' 2>/dev/null || "${docker[@]}" version --format '{{.Server.OsArch}}') ||
+  { echo "no Docker engine answers; start dockerd, or set DOCKER_HOST" >&2; exit 1; }
+arch=${arch#*/} # Podman says linux/amd64
 mapfile -t sources < <(find atropos/__init__.py atropos/aio.py atropos/archives.py atropos/errors.py atropos/config.py atropos/cgroup_paths.py atropos/metrics.py atropos/resources.py atropos/slot_python.py atropos/trees.py atropos/wire atropos/images atropos/net atropos/sandbox -name '*.py' | LC_ALL=C sort)
 content=$base_content-$(hash_of $here/Dockerfile $here/entry.py $here/healthcheck.py $here/seccomp.json "${sources[@]}")
 if [ "$("${docker[@]}" image inspect --format '{{index .Config.Labels "atropos.content"}}' "$tag" 2>/dev/null)" = "$content" ]; then
@@ -62,7 +64,10 @@ debian_image() { # the image that base.Dockerfile stands on, from the store, a r
 }
 
 base=atropos-sandbox-base:$base_content
-if ! "${docker[@]}" image inspect "$base" >/dev/null 2>&1; then
+has_base() { # whether the engine has it, for its own machine: a cache may be that of several
+  [ "$("${docker[@]}" image inspect --format '{{.Architecture}}' "$base" 2>/dev/null)" = "$arch" ]
+}
+if ! has_base; then
   if [ -f "$cache/image-$base_content.tar" ]; then
     echo "loading the base from $cache"
     quietly "${docker[@]}" load --input "$cache/image-$base_content.tar" || {
@@ -71,7 +76,7 @@ if ! "${docker[@]}" image inspect "$base" >/dev/null 2>&1; then
     }
   fi
 fi
-if ! "${docker[@]}" image inspect "$base" >/dev/null 2>&1; then
+if ! has_base; then
   debian_image
   echo "building the base (Debian packages; about a minute)"
   quietly "${docker[@]}" build --network host --build-arg "DEBIAN=$debian" -f $here/base.Dockerfile -t "$base" $here

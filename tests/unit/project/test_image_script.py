@@ -14,8 +14,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 DOCKER = """#!/bin/bash
 case "$1 $2" in
-  version*) echo 1;;
-  "image inspect") [[ "$*" == *Size* ]] && echo 1000000;;
+  version*) echo amd64;;
+  "image inspect")
+    case "$*" in *Size*) echo 1000000;; *sandbox-base*) cat "$MACHINE/base" 2>/dev/null;; *) exit 1;; esac;;
+  load*) echo "$LOADED" > "$MACHINE/base";;
+  build*) [[ "$*" != *base.Dockerfile* ]] || { echo amd64 > "$MACHINE/base"; echo >> "$MACHINE/bases"; };;
   pull*) exit 1;;
   save*) : > "$3";;
   import*) cat >/dev/null;;
@@ -94,7 +97,8 @@ def test_debootstrap_is_installed(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="packages are installed as root alone")
 def test_podman_builds_alone(tmp_path: Path) -> None:
-    podman = DOCKER.replace("case", '[ "$1 $2 $3" = "--remote --url unix:///podman.sock" ] || exit 1\nshift 3\ncase', 1)
+    podman = DOCKER.replace("echo amd64", '[[ "$*" == *OsArch* ]] && echo linux/amd64', 1)
+    podman = podman.replace("case", '[ "$1 $2 $3" = "--remote --url unix:///podman.sock" ] || exit 1\nshift 3\ncase', 1)
     done = subprocess.run(
         ["/bin/bash", "docker/sandbox/build.sh"],
         cwd=ROOT,
@@ -106,6 +110,16 @@ def test_podman_builds_alone(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "docker" not in (tmp_path / "apt.log").read_text()
     assert "is built" in done.stdout
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="packages are installed as root alone")
+@pytest.mark.parametrize(("loaded", "bases"), [("amd64", 1), ("arm64", 2)])
+def test_another_machines_base_is_not_used(tmp_path: Path, loaded: str, bases: int) -> None:
+    env = machine(tmp_path, docker=DOCKER, apt_get=APT) | {"LOADED": loaded}
+    for _ in range(2):  # the second finds what the first has kept
+        (tmp_path / "base").unlink(missing_ok=True)
+        subprocess.run(["/bin/bash", "docker/sandbox/build.sh"], cwd=ROOT, env=env, capture_output=True, check=True)
+    assert (tmp_path / "bases").read_text().count("\n") == bases
 
 
 def test_image_has_every_program() -> None:
