@@ -23,6 +23,8 @@ MACHINE = _ALIASES.get(os.uname().machine, os.uname().machine)
 """This machine's architecture, as images name it."""
 _ANY_MACHINE = {("amd64", "v1"), ("arm64", "v8"), ("arm64", "8")}
 """Variants that every machine of an architecture is."""
+_LEVELS = {("amd64", "v2"), ("amd64", "v3"), ("amd64", "v4")}
+"""Variants that stand for newer instructions, which an image may use or not."""
 NAMES = ("org.opencontainers.image.ref.name", "io.containerd.image.name")
 """Annotations that name an image of a layout; the second is BuildKit's and Docker's."""
 MANIFESTS = (
@@ -71,10 +73,10 @@ def architecture(text: str) -> str:
 
 
 def is_for(platform: str, machine: str) -> bool:
-    """Whether a platform, such as `linux/arm64/v8` or `arm64`, is that of every machine of an architecture."""
+    """Whether a platform, such as `linux/arm64/v8`, `linux/amd64/v2` or `arm64`, is that of an architecture."""
     name, _, variant = platform.lower().removeprefix("linux").removeprefix("/").partition("/")
     name = architecture(name)
-    return name in {"", machine} and (not variant or (name, variant) in _ANY_MACHINE)
+    return name in {"", machine} and (not variant or (name, variant) in _ANY_MACHINE | _LEVELS)
 
 
 def is_index(manifest: dict[str, Any]) -> bool:

@@ -101,7 +101,11 @@ class _Reader(Words):
         chosen = self._chosen(target)
         chosen.steps += chosen.volumes
         last = chosen.done()
-        return Recipe(last.image, chosen.settings, last.steps, self._needed(last), self.path)
+        needed = self._needed(last)
+        for each in (chosen, *(self.stages[stage.index] for stage in needed if stage.index >= 0)):
+            if each.refused is not None:
+                raise each.refused
+        return Recipe(last.image, chosen.settings, last.steps, needed, self.path)
 
     def _chosen(self, target: str | None) -> Building:
         """The stage that is meant."""
@@ -135,9 +139,10 @@ class _Reader(Words):
     def _from(self, instruction: DockerfileInstruction) -> None:
         flags = self._flags(instruction, {"platform": ""})
         platform = self._word(flags["platform"][-1]) if "platform" in flags else ""
+        refused = None
         if platform and not is_for(platform, self.images.architecture):
             own = f"linux/{self.images.architecture}"
-            raise self._refusal(f"--platform={platform}: slots are {own}; remove the flag, or set architecture")
+            refused = self._refusal(f"--platform={platform}: slots are {own}; remove the flag, or set architecture")
         words = [self._word(word) for word in instruction.args]
         if len(words) not in {1, 3} or (len(words) == 3 and words[1].upper() != "AS") or not words[0]:
             raise self._refusal(f"{' '.join(words)}: write FROM IMAGE or FROM IMAGE AS NAME")
@@ -151,8 +156,9 @@ class _Reader(Words):
             # Docker makes a folder of each when a container starts.
             volumes = [Folder(path) for path in settings.volumes]
             # Triggers are for the next build alone, not for those that stand on it.
-            self.stages.append(Building(index, words[0], replace(settings, onbuild=()), name, volumes=volumes))
-        else:
+            settings = replace(settings, onbuild=())
+            self.stages.append(Building(index, words[0], settings, name, volumes=volumes, refused=refused))
+        else:  # what it is built for is its parent's, whatever the flag says
             triggers = parent.onbuild
             self.stages.append(
                 replace(

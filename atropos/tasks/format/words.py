@@ -31,6 +31,8 @@ class Building:
     """Whether it has a CMD, which its ENTRYPOINT then leaves."""
     onbuild: tuple[str, ...] = ()
     """Instructions for a stage that starts from this one."""
+    refused: ConfigError | None = None
+    """Why it can't be built, raised where it is needed: Dockerfiles have stages for several architectures."""
 
     def done(self) -> Stage:
         """The stage, without what its commands have had in cache mounts."""

@@ -188,7 +188,7 @@ def test_a_download_s_name_is_unescaped(folder):
 @pytest.mark.parametrize(
     ("platforms", "architecture"),
     [
-        (("linux/amd64", "linux/x86_64", "AMD64", "linux/amd64/v1", "linux", "$BUILDPLATFORM"), "amd64"),
+        (("linux/amd64", "linux/x86_64", "AMD64", "linux/amd64/v3", "linux", "$BUILDPLATFORM"), "amd64"),
         (("linux/arm64", "Linux/aarch64", "arm64", "linux/arm64/v8", "linux", "$TARGETPLATFORM"), "arm64"),
     ],
 )
@@ -204,6 +204,22 @@ def test_from_names_what_slots_are(folder, platforms, architecture):
         (folder / "environment/Dockerfile").write_text(f"FROM --platform={platform} debian\n")
         with pytest.raises(ConfigError, match=f"slots are linux/{architecture}"):
             load_task(folder, architecture=architecture)
+
+
+def test_other_machines_stages_are_refused_where_needed(folder):
+    dockerfile = folder / "environment/Dockerfile"
+    both = "FROM --platform=linux/amd64 a AS for-amd64\nFROM --platform=linux/arm64 b AS for-arm64\n"
+    dockerfile.write_text(f"{both}FROM --platform=linux/riscv64 for-$TARGETARCH\n")
+    found = [load_task(folder, architecture=each).recipe.image for each in ("amd64", "arm64")]
+    assert found == ["a", "b"]
+    for last in (
+        "FROM for-arm64",
+        "FROM a\nCOPY --from=for-arm64 /x /x",
+        "FROM a\nRUN --mount=from=for-arm64,target=/x id",
+    ):
+        dockerfile.write_text(f"{both}{last}\n")
+        with pytest.raises(ConfigError, match=":2: FROM --platform=linux/arm64: slots are linux/amd64"):
+            load_task(folder, architecture="amd64")
 
 
 def test_dockerfiles_are_read_for_slots(folder):
