@@ -122,6 +122,11 @@ class ModelImages:
             raise BackendUnavailable(f"{self.server.name} did not answer")
         return self.server.built.get(source)
 
+    async def give(self, image: wire.ImageInfo, source: str, to: ModelImages) -> wire.ImageInfo:
+        await self.server.pause()
+        await to.server.pause()
+        return image
+
     async def copy(self, image: wire.ImageInfo, to: ModelImages) -> wire.ImageInfo:
         await self.server.pause()
         to.server.built[image.source] = image
