@@ -20,7 +20,16 @@ from tests.waiting import until
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 TASK = Path(__file__).resolve().parents[2] / "examples/tasks/fix-ledger"
-SERVER = "cd /workspace; (setsid python3 -m http.server 8123 >/dev/null 2>&1 &); until (echo > /dev/tcp/127.0.0.1/8123) 2>/dev/null; do sleep 0.05; done"
+LISTENS = "until (echo > /dev/tcp/127.0.0.1/8123) 2>/dev/null; do sleep 0.05; done"
+SERVER = f"cd /workspace; (setsid python3 -m http.server 8123 >/dev/null 2>&1 &); {LISTENS}"
+WRITER = """
+import http.server, os
+class Writer(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        open("new", "w").write("new"); os.replace("new", "state"); open("made", "w").close()
+        self.send_response(200); self.end_headers(); self.wfile.write(b"done")
+http.server.HTTPServer(("127.0.0.1", 8123), Writer).serve_forever()
+"""
 FETCH = "python3 -I -c \"import urllib.request as u; print(u.urlopen('http://127.0.0.1:8123/answer').read().decode(), end='')\""
 
 
@@ -84,6 +93,16 @@ async def test_writes_pass_one_way(pool):
         assert (await slot.exec(twice)).exit_code == 0
         assert (await slot.exec("cat test; ls seen tests; cat tests")).output.splitlines()[0] == "secret"
         assert "secret" not in (await slot.exec("cat seen tests")).output
+
+
+async def test_names_are_looked_up_again(pool):
+    """Tests that wait for what a server makes or replaces see it, though they had looked before."""
+    async with pool.lease("agent") as slot:
+        await slot.exec(f"echo old > state; (setsid python3 -I -c '{WRITER}' >/dev/null 2>&1 &); {LISTENS}")
+        await slot.view()
+        assert (await slot.exec(f"[ -e made ] || cat state; {FETCH}")).output == "old\ndone"
+        seen = "until [ -e made ] && [ $(cat state) = new ]; do sleep 0.05; done"
+        assert (await slot.exec(seen, timeout_s=30)).exit_code == 0
 
 
 async def test_links_lead_into_no_view(pool):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import socket
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 START_DEADLINE_S = 20.0
 COUNT_S = 1.0
 """Longest that the egress proxy may take to say what an ended slot moved."""
+SHOWN_S = 0.25
+"""How long a file that a program of the slot's has made or replaced may be missing in a view that has looked for it."""
 ERRORS_BYTES = 4096
 """Most bytes of a start's error output that are kept."""
 
@@ -85,6 +88,7 @@ class SlotSandbox:
         self._calls = SlotCalls(watch, limits.wall_s, self._pid_of_living, self._fail)
         self._ending = False
         """Whether its programs were ended ahead of `stop`."""
+        self._showing: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[Stopped] | None = None
         self._detached = False
         """Whether the volume is no longer its own: being freed, or a layer."""
@@ -309,6 +313,16 @@ class SlotSandbox:
         self.layers = tuple(layers)
         self._base = base
         self._image, self._root = root.image, root.root
+        if self.volume.changing:
+            self._showing = self._tasks.spawn(self._show_changes(), "show changes")
+
+    async def _show_changes(self) -> None:
+        """Have a view see what the slot's programs make and replace, also where it has looked before."""
+        with contextlib.suppress(OSError):  # where they can't be remounted, it sees what it saw
+            while True:
+                await asyncio.sleep(SHOWN_S)
+                # In a thread: it takes longer the more names there are.
+                await asyncio.to_thread(self.volume.forget_names)
 
     async def add_gpus(self, gpus: Sequence[int]) -> None:
         """Add GPUs; see `contract.Sandbox.add_gpus`."""
@@ -467,6 +481,8 @@ class SlotSandbox:
 
     async def _end_processes(self) -> str:
         """Kill PID 1, which ends every process of its namespace, and wait until it is reaped. '' when confirmed."""
+        if self._showing is not None:
+            self._showing.cancel()
         if self._calls.channel is not None:
             self._calls.channel.close(OutcomeUnknown(f"slot {self.name} was stopped while the call ran"))
         problem = await self._first.end(self.cgroup.kill)

@@ -253,6 +253,9 @@ class View:
         # An overlay needs a lower folder even where the slot has none of that name.
         lower = [f"/proc/self/fd/{fd}" for fd in layers] or [self.empty]
         volume.stack(f"{GATE}/{NEXT}{folder}", lower, flags, upper)
+        # A copy shows no file that is made or renamed later.
+        if not self.quiet and parts and layers[0] == parts[0].fd:
+            volume.changing[f"{volume.next_root}{folder}"] = flags
         if follows and links is not None:
             for fd in layers[: sum(part.layer < self.written for part in parts)]:
                 links.add(folder, fd)

@@ -71,11 +71,15 @@ class Volume:
     """One lease's mounts: a tmpfs at `folder`, and everything else mounted inside it.
 
     With the data on disk the tmpfs holds the mount points alone.
+
+    Attributes:
+        changing: flags of overlays, by where they are, below which another slot's programs make and replace files.
     """
 
     folder: str
     disk: str | None = None
     mounts: list[str] = field(default_factory=list[str])
+    changing: dict[str, int] = field(default_factory=dict[str, int])
     restacked: bool = False
 
     @property
@@ -156,6 +160,18 @@ class Volume:
             os.rmdir(self.folder)
         if self.disk is not None:
             remove_tree(self.disk)
+
+    def forget_names(self) -> None:
+        """Have overlays whose layers change look names up again.
+
+        An overlay keeps what a name meant, or that there was none, as long as the kernel has room for it: its layers
+        are not supposed to change. A remount drops all names that are not in use (`shrink_dcache_sb`).
+
+        Raises:
+            OSError: one can't be remounted, or is no longer there.
+        """
+        for target, flags in self.changing.items():
+            syscalls.mount(None, target, None, syscalls.MS_REMOUNT | flags)
 
     def unmount_inner(self) -> None:
         """Unmount everything inside, so that only the data is left, as a layer needs.
