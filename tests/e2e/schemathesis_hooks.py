@@ -58,7 +58,8 @@ def map_body(context: Any, body: Any) -> Any:
 def before_call(context: Any, case: Any, kwargs: Any) -> None:
     if case.operation.path == "/shells/{shell_id}/output":  # which ends with the shell
         shell = f"{case.operation.base_url}/shells/{quote(str(case.path_parameters['shell_id']), safe='')}"
-        threading.Timer(0.3, httpx.delete, [shell], {"headers": {"Authorization": f"Bearer {TOKEN}"}}).start()
+        asked = {"headers": {"Authorization": f"Bearer {TOKEN}"}, "timeout": 60}  # as long as the case may take
+        threading.Timer(0.3, httpx.delete, [shell], asked).start()
 
 
 def _right(model: type[BaseModel], body: Any) -> bool:

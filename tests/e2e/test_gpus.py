@@ -148,13 +148,13 @@ def holders(machine: GpuMachine) -> list[str]:
     """Descriptors of this machine's processes on its first GPU."""
     gpu = (machine.folder / "dev" / "gpu0").stat()
     found: list[str] = []
-    for path in Path("/proc").glob("[0-9]*/fd/*"):
-        try:
-            each = path.stat()
-        except OSError:
-            continue
-        if (each.st_dev, each.st_ino) == (gpu.st_dev, gpu.st_ino):
-            found.append(str(path))
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ends meanwhile
+            for path in process.glob("fd/*"):
+                with contextlib.suppress(OSError):
+                    each = path.stat()
+                    if (each.st_dev, each.st_ino) == (gpu.st_dev, gpu.st_ino):
+                        found.append(str(path))
     return found
 
 
