@@ -41,7 +41,7 @@ async def test_a_clock_step_moves_no_end(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("name", ["base", "e2bdev/base", "e2bdev/base:latest", "debian"])
 async def test_a_snapshot_hides_no_base(name: str) -> None:
     with pytest.raises(ConfigError, match=f"name: '{name}' is a base of the pool"):
-        await NamedSnapshots(own_account(), {"debian"}).keep(None, name)
+        await NamedSnapshots(own_account(), {"debian"}).keep(mock.Mock(id="sandbox"), name)
 
 
 async def test_two_keeps_of_a_name_leave_one() -> None:
