@@ -177,7 +177,7 @@ class LayerOffer(WireMessage):
     settings: Json[ImageSettings] = ImageSettings()
 
 
-PULLS = 4
+PULLS = 3
 """Images that one server pulls at once: enough to fill a network, few enough that each gets on."""
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from atropos.config import ImageStoreSettings
-from atropos.slots import Share, SlotPool, SlotPoolConfig
+from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.slots.backends.local.backend import LocalBackend, LocalServer
 from atropos.tasks.prepare import TaskImages
 from tests import privileges
@@ -255,26 +255,3 @@ async def test_a_pulling_container_is_not_closed(tmp_path, images):
         assert image is not None
         assert image.bytes >= 2_000_000
         await until(lambda: pool.stats().containers == 0, "it is closed after that")
-
-
-async def test_pulls_of_shares_take_turns(tmp_path, images):
-    """Ten that never come keep nobody else's waiting, nor do ten that do."""
-    busybox_image(tmp_path / "layout", "hello")
-    for name in ("near", *(f"more{number}" for number in range(10))):
-        images.push(tmp_path / "layout", f"{name}:1")
-    mine, other = Share(), Share()
-    async with silent_server() as silent, Between(images.host, None, pause_s=0.2) as slow:
-        hosts = (silent, slow.host, images.host)
-        store = ImageStoreSettings(folder=str(tmp_path / "store"), insecure_registries=hosts)
-        config = Engine("local").config(slots_per_container=1, min_containers=1, max_containers=1, image_store=store)
-        async with SlotPool(config) as pool:
-            asked = [f"{silent}/never{number}:1" for number in range(10)]
-            asked += [f"{slow.host}/more{number}:1" for number in range(10)]
-            pulls = [asyncio.create_task(pool.prepare(image, share=other)) for image in asked]
-            await until(lambda: pool._images._pulls._turns, "they are under way")
-            async with asyncio.timeout(60):
-                await pool.prepare(f"{images.host}/near:1", share=mine)
-            assert not any(pull.done() for pull in pulls)
-            for pull in pulls:
-                pull.cancel()
-            await asyncio.gather(*pulls, return_exceptions=True)

@@ -7,13 +7,12 @@ import logging
 import random
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 from atropos.errors import SandboxError
 from atropos.slots.containers.link import ContainerLink
 from atropos.slots.containers.share import Share
 from atropos.slots.pool.turns import Turns
-from atropos.wire import PULLS, ImageInfo, ImageState
+from atropos.wire import ImageInfo, ImageState
 
 log = logging.getLogger("atropos.slots")
 STALLED_S = 10.0
@@ -21,7 +20,7 @@ STALLED_S = 10.0
 GIVES = 4
 """Images that containers give to others at once: their bytes pass through the pool's process."""
 OF_A_SHARE = 3
-"""Of these, and of what one container pulls at once, those of one share."""
+"""Of these, those of one share."""
 
 
 @dataclass
@@ -56,7 +55,6 @@ class Pulls:
         # machine.
         self._pulls: dict[tuple[str, str], _Pull] = {}
         """Those that others wait for, by the images' names and the containers' architectures."""
-        self._turns = WeakKeyDictionary[ContainerLink, Turns]()
         self._gives = Turns(GIVES, OF_A_SHARE)
 
     async def bring(
@@ -75,12 +73,6 @@ class Pulls:
         """
         if (here := await link.client.images.find(name)) is not None:
             return here
-        async with self._turns.setdefault(link, Turns(PULLS, OF_A_SHARE)).turn(wanted_by):
-            return await self._bring(link, name, report, wanted_by)
-
-    async def _bring(
-        self, link: ContainerLink, name: str, report: Callable[[ImageState], None], wanted_by: Collection[Share]
-    ) -> ImageInfo:
         key = name, link.architecture
         pull = self._pulls.get(key)
         # Looked for again after each wait: what was pulled meanwhile can be given.
