@@ -32,11 +32,13 @@ from atropos.images.pulling import Puller, Pullers
 from atropos.images.reference import ImageSource, check_digest
 from atropos.images.sharing import Arrival
 from atropos.images.stacking import Stacking
-from atropos.wire import PULLS, ImageInfo
+from atropos.wire import ImageInfo
 
 PARTS = "parts"
 """Folder of a work folder: what `read_folder` reads."""
 BASE, BUILD = "atropos-base:", "atropos-build:"
+PARALLEL = 3
+"""Images that one server pulls at once: enough to fill a network, few enough that each gets on."""
 Phase = Literal["waiting", "pulling", "unpacking"]
 Progress = Callable[[Phase, float | None], None]
 """Called with the phase and how much of it is done, from 0 to 1, where that is known."""
@@ -78,7 +80,7 @@ class ImageStore:
         self._ids = ids
         self._layers = LayerStore(settings, self._root)
         self._pullers = Pullers(settings, self._root, ids)
-        self._turns = asyncio.Semaphore(PULLS)
+        self._turns = asyncio.Semaphore(PARALLEL)
         self._known: dict[str, StoredImage] = {}
         self._swept = -1
         """How many layers had been dropped when gone images were last looked for."""

@@ -15,7 +15,6 @@ from atropos.wire.results import OpError
 from atropos.wire.secrets import MAX_SECRETS, EgressSecret
 
 __all__ = [
-    "PULLS",
     "VIEW_HOME",
     "CallRequest",
     "Capabilities",
@@ -175,10 +174,6 @@ class LayerOffer(WireMessage):
     parent_source: str = Field(min_length=1, max_length=1000)
     bytes: int = Field(ge=0)
     settings: Json[ImageSettings] = ImageSettings()
-
-
-PULLS = 3
-"""Images that one server pulls at once: enough to fill a network, few enough that each gets on."""
 
 
 class ImageState(WireMessage):

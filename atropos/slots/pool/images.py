@@ -78,7 +78,7 @@ class PoolImages:
             image: what `ImageSource` parses.
             progress: called while this waits.
             everywhere: wait for all of them; else for the first.
-            share: whose turns it takes; None: the pool's own.
+            share: who wants it, for turns at what containers give each other; None: the pool itself.
 
         Returns:
             What the image is; None where no container is there yet.

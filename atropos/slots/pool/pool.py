@@ -373,7 +373,7 @@ class SlotPool:
             image: as in `acquire`; or what is built: a task, a Dockerfile.
             progress: called with a container's id and how far it is there; of a build, with no id.
             everywhere: wait until all containers have pulled it; else until one has, while the others go on.
-            share: who wants it: pulls of several shares take turns.
+            share: who wants it: images that containers give each other take turns by share.
 
         Returns:
             What the image is; its `source` is what leases name. None where no container is up yet: leases on it prepare
