@@ -506,6 +506,8 @@ async def test_a_cancelled_prepare_ends_quietly(tmp_path, caplog):
             await until(lambda: "pulling" in seen, "it is pulled")
             asking.cancel()
 
+    gc.collect()  # what tests before this one left
+    caplog.clear()
     await cancelled()
     gc.collect()
     assert "never retrieved" not in caplog.text

@@ -6,6 +6,7 @@ import pytest
 
 from atropos.config import ImageStoreSettings
 from atropos.slots import SlotPool
+from atropos.slots.pool import image_pulls
 from tests.e2e.cluster.test_nodes import config_for, node_of, nothing_left
 from tests.engines import address_for_containers
 from tests.images.between import Between
@@ -15,7 +16,8 @@ from tests.images.registry import several
 pytestmark = [pytest.mark.nomad, pytest.mark.xdist_group("cluster"), pytest.mark.timeout(600)]
 
 
-async def test_a_cluster_pulls_an_image_once(cluster, tmp_path, images):  # noqa: F811
+async def test_a_cluster_pulls_an_image_once(cluster, tmp_path, images, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(image_pulls, "STALLED_S", 300.0)  # a busy disk is no stall
     names = several(tmp_path, images, "cluster")
     async with Between(images.host, None, address=address_for_containers()) as between:
         store = ImageStoreSettings(insecure_registries=(between.host,))
