@@ -1,8 +1,10 @@
-"""`atropos tool-server` and `atropos executor-server`: settings from a file, flags and the environment."""
+"""`atropos tool-server`, `executor-server` and `mcp`: settings from a file, flags and the environment."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import importlib.util
 import logging
 import os
 from collections.abc import Generator, Mapping
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from atropos.api.executor.models import ExecutorServerSettings
 
 TOKEN_VARIABLE = "ATROPOS_TOOL_SERVER_TOKEN"
+BACKEND = typer.Option("--backend", help="A backend's name: local, docker, nomad …")
 
 
 def read_token(path: Path | None, variable: str) -> str:
@@ -100,7 +103,7 @@ def executor_server(
     token_file: Annotated[Path | None, typer.Option(help=f"The bearer token; else {EXECUTOR_TOKEN_VARIABLE}.")] = None,
     keys_file: Annotated[str | None, typer.Option(help="Keys of several users: `atropos keys`.")] = None,
     audit_file: Annotated[str | None, typer.Option(help="Gets a JSON line for each thing done.")] = None,
-    backend: Annotated[str | None, typer.Option(help="A backend's name: local, docker, nomad …")] = None,
+    backend: Annotated[str | None, BACKEND] = None,
     slots_per_container: Annotated[int | None, typer.Option(help="Slots in a container.")] = None,
     max_containers: Annotated[int | None, typer.Option(help="Containers at most.")] = None,
     toolset: Annotated[list[str] | None, typer.Option(help="An enabled toolset; may be given again.")] = None,
@@ -159,3 +162,16 @@ def _executor_settings(
         values["token"] = read_token(token_file, EXECUTOR_TOKEN_VARIABLE)
     values.setdefault("tool_server_token", os.environ.get(TOKEN_VARIABLE) or None)
     return parse_settings(ExecutorServerSettings, values, "executor server")
+
+
+def mcp(
+    backend: Annotated[str, BACKEND] = "local",
+    toolset: Annotated[list[str] | None, typer.Option(help="A toolset to offer; may be given again.")] = None,
+    network: Annotated[bool, typer.Option("--network", help="Allow filtered egress.")] = False,
+) -> None:
+    """Offer a slot's tools to an MCP client, over stdin and stdout."""
+    if importlib.util.find_spec("mcp") is None:
+        raise ConfigError("atropos mcp: the package mcp is not installed (pip install 'atropos[mcp]')")
+    from atropos.api.mcp_server import serve
+
+    asyncio.run(serve(backend, toolset or ["default"], network=network))

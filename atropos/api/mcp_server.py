@@ -10,11 +10,9 @@ import uuid
 from collections.abc import AsyncIterator
 from importlib.metadata import version
 from io import FileIO
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-import typer
-
-from atropos.errors import ConfigError, SandboxError
+from atropos.errors import SandboxError
 from atropos.tools.models import ToolCall, ToolResult
 
 if TYPE_CHECKING:
@@ -126,16 +124,3 @@ async def _file_lines(source: FileIO) -> AsyncIterator[str]:
     with io.BufferedReader(source) as lines:
         while line := await asyncio.to_thread(lines.readline):
             yield line.decode("utf-8", "replace")
-
-
-def mcp(
-    backend: Annotated[str, typer.Option(help="A backend's name: local, docker, nomad …")] = "local",
-    toolset: Annotated[list[str] | None, typer.Option(help="A toolset to offer; may be given again.")] = None,
-    network: Annotated[bool, typer.Option("--network", help="Allow filtered egress.")] = False,
-) -> None:
-    """Offer a slot's tools to an MCP client, over stdin and stdout."""
-    import importlib.util
-
-    if importlib.util.find_spec("mcp") is None:
-        raise ConfigError("atropos mcp: the package mcp is not installed (pip install 'atropos[mcp]')")
-    asyncio.run(serve(backend, toolset or ["default"], network=network))

@@ -31,7 +31,7 @@ COMMANDS = {
     "keys": "atropos.cli.keys:keys_app",
     "usage": "atropos.cli.keys:usage",
     "shell": "atropos.cli.shell:shell",
-    "mcp": "atropos.api.mcp_server:mcp",
+    "mcp": "atropos.api.cli:mcp",
     "pool": "atropos.cli.pool:pool_app",
     "image": "atropos.cli.image:image_app",
     "tasks": "atropos.cli.tasks:tasks_app",

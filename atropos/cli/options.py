@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from atropos.api.cli import BACKEND
 from atropos.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ def full_path(given: str | None) -> str | None:
 DEFAULT_JOB = "atropos-sandbox-agent-env"
 """The job of a pool that names none."""
 Job = Annotated[str, typer.Option("--job-id", help="the pool's sandbox_job_id")]
-BackendName = Annotated[str, typer.Option("--backend", help="A backend's name: local, docker, nomad …")]
+BackendName = Annotated[str, BACKEND]
 Address = Annotated[str | None, typer.Option(help="of the engine; default: NOMAD_ADDR or DOCKER_HOST")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Base = Annotated[str | None, typer.Option(help="A root file system to start from (local backend).", callback=full_path)]

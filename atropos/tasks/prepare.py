@@ -294,9 +294,7 @@ class TaskImages:
             ImageUnavailable, ConfigError: it is unavailable.
             AcquireTimeout: no container came up.
         """
-        while (
-            image := await self.pool.prepare(source, progress=progress, everywhere=False, share=self._share)
-        ) is None:
+        while (image := await self.pool.prepare(source, progress=progress, everywhere=False)) is None:
             # One lease at a time: many tasks that begin at once should start one container, and not each its own.
             async with self._starting, self.pool.lease("prepare", share=self._share):
                 pass  # containers are started only for leases

@@ -98,9 +98,7 @@ class PreparedImages:
             if state.phase not in {"ready", "failed"}:  # ready and failed are of one container, not of the pool
                 preparation.at = state.model_copy(update={"source": image})
 
-        task = self._tasks.spawn(
-            self._pool.prepare(image, progress=report, share=self._account.share), image, awaited=True
-        )
+        task = self._tasks.spawn(self._pool.prepare(image, progress=report), image, awaited=True)
         preparation = self._all[image] = _Preparation(ImageState(source=image, phase="queued"), task)
         return preparation
 

@@ -263,7 +263,7 @@ class Trajectories:
             # Before it is pulled: what is over the quota must not cost a pull.
             account.share.use_image(image)
             # has its own timeout, before that of the slot
-            await self._executor.pool.prepare(image, everywhere=False, share=account.share)
+            await self._executor.pool.prepare(image, everywhere=False)
         try:
             async with asyncio.timeout(self._settings.acquire_s):
                 await self._executor.slot(key, image=image, limits=account.key.limits, share=account.share)

@@ -101,7 +101,7 @@ class Grants:
         ticket = replace(self._ticket(terms, image), room=NOTHING)  # the other one has it for both
         ticket.share.claim(ticket)
         try:
-            name = None if image is None else await self._images.ready_in(link, image, terms.share)
+            name = None if image is None else await self._images.ready_in(link, image)
             request = terms.request(name, joins)
             lease = await link.client.acquire(request)
             # The container may have been lost while its answer was on the way; nothing would end this lease any more.
@@ -139,9 +139,9 @@ class Grants:
             known = {*self._links}
             try:
                 # Not before the loop: each round asks the containers that have come since.
-                name = await self._images.ready(image, ticket.room, terms.share)
+                name = await self._images.ready(image, ticket.room)
             except SlotLost:  # by others, which the lease waits for
-                name = await self._images.ready(image, ticket.room, terms.share)
+                name = await self._images.ready(image, ticket.room)
             try:
                 return await self._acquire(terms, name, ticket, timeout_s)
             except ImageUnavailable:  # removed there for others, or in a container that came since

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from atropos.errors import SandboxError
 from atropos.slots.containers.link import ContainerLink
-from atropos.slots.containers.share import Share
-from atropos.slots.pool.turns import Turns
 from atropos.wire import ImageInfo, ImageState
 
 log = logging.getLogger("atropos.slots")
@@ -19,8 +17,6 @@ STALLED_S = 10.0
 """How long a container's pull may stand still before another one asks the registry, too."""
 GIVES = 4
 """Images that containers give to others at once: their bytes pass through the pool's process."""
-OF_A_SHARE = 3
-"""Of these, those of one share."""
 
 
 @dataclass
@@ -55,18 +51,15 @@ class Pulls:
         # machine.
         self._pulls: dict[tuple[str, str], _Pull] = {}
         """Those that others wait for, by the images' names and the containers' architectures."""
-        self._gives = Turns(GIVES, OF_A_SHARE)
+        self._gives = asyncio.Semaphore(GIVES)
 
-    async def bring(
-        self, link: ContainerLink, name: str, report: Callable[[ImageState], None], wanted_by: Collection[Share]
-    ) -> ImageInfo:
+    async def bring(self, link: ContainerLink, name: str, report: Callable[[ImageState], None]) -> ImageInfo:
         """Have an image in a container: from one that has it, else from its registry, which one at a time asks.
 
         Args:
             link: the container.
             name: the image's.
             report: called with each state.
-            wanted_by: the shares that wait for it; may grow meanwhile.
 
         Raises:
             SandboxError: it can't be had.
@@ -90,7 +83,7 @@ class Pulls:
             await asyncio.wait([pulling], timeout=1.0)
         holder, image = giver
         try:
-            async with self._gives.turn(wanted_by):
+            async with self._gives:
                 return await holder.client.images.give(image, name, link.client.images)
         except SandboxError as error:
             if link.gone is not None:

@@ -17,9 +17,9 @@ import random
 import stat
 import tempfile
 from asyncio import ALL_COMPLETED, FIRST_COMPLETED
-from collections.abc import AsyncGenerator, Callable, Collection, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from pathlib import Path
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 from atropos.aio import Tasks
 from atropos.errors import ConfigError, ImageUnavailable, SandboxError, SlotLost
@@ -30,7 +30,6 @@ from atropos.slots.backends.docker.settings import DockerSettings
 from atropos.slots.client.server_images import Archive
 from atropos.slots.containers.link import ContainerLink
 from atropos.slots.containers.seats import Seat
-from atropos.slots.containers.share import Share
 from atropos.slots.containers.state import SharedState
 from atropos.slots.pool.image_pulls import Pulls
 from atropos.slots.pool.image_sources import LocalImage, local_image
@@ -57,8 +56,6 @@ class PoolImages:
         # Keyed by task, not by name: a second attempt in the same container has a clean record.
         self._failed_at: dict[asyncio.Task[ImageInfo], tuple[ContainerLink, str, float]] = {}
         """Of failed ones the container, the name, and when, on the pool's clock."""
-        self._wanted_by = WeakKeyDictionary[asyncio.Task[ImageInfo], set[Share]]()
-        """The shares that wait for each."""
         self._pulls = Pulls(self._tasks_of, state.now)
         self._reads = Tasks("images")
         self._local: dict[str, asyncio.Task[LocalImage]] = {}
@@ -70,7 +67,7 @@ class PoolImages:
         """Of leases of one size whose image some containers still prepare."""
 
     async def prepare(
-        self, image: str, progress: Progress | None = None, *, everywhere: bool = True, share: Share | None = None
+        self, image: str, progress: Progress | None = None, *, everywhere: bool = True
     ) -> ImageInfo | None:
         """Have every container that can be leased from pull and unpack an image.
 
@@ -78,7 +75,6 @@ class PoolImages:
             image: what `ImageSource` parses.
             progress: called while this waits.
             everywhere: wait for all of them; else for the first.
-            share: who wants it, for turns at what containers give each other; None: the pool itself.
 
         Returns:
             What the image is; None where no container is there yet.
@@ -96,7 +92,7 @@ class PoolImages:
 
         try:
             # who wants it in all of them asks all of them, now
-            source, name, begun = await self._begin(image, share, report, at_once=everywhere)
+            source, name, begun = await self._begin(image, report, at_once=everywhere)
             tasks = [*begun.values()]
             while pending := [task for task in tasks if not task.done()]:
                 if not everywhere and (ready := [task for task in tasks if task.done() and not _failed(task)]):
@@ -106,18 +102,17 @@ class PoolImages:
         finally:
             waits = False
 
-    async def ready(self, image: str, room: Resources, share: Share | None = None) -> str:
+    async def ready(self, image: str, room: Resources) -> str:
         """The image's name in leases, once every container has it, or one that has room for the lease.
 
         Args:
             image: as for `prepare`.
             room: what the lease takes.
-            share: whose lease it is.
 
         Raises:
             ConfigError, ImageUnavailable, SlotLost: as `prepare`.
         """
-        source, name, begun = await self._begin(image, share)
+        source, name, begun = await self._begin(image)
 
         def under_way() -> bool:
             return any(link.seat.open and not task.done() for link, task in begun.items())
@@ -132,19 +127,19 @@ class PoolImages:
                         self._state.room.clear()
                         await self._state.room.wait()
                         # A container that came while this waited has begun nothing yet, and may be the first with room.
-                        begun |= self._prepare_in(name, [link for link in self._open() if link not in begun], share)
+                        begun |= self._prepare_in(name, [link for link in self._open() if link not in begun])
         _outcome(source, name, [task for task in begun.values() if task.done()])
         return name
 
-    async def ready_in(self, link: ContainerLink, image: str, share: Share | None = None) -> str:
+    async def ready_in(self, link: ContainerLink, image: str) -> str:
         """The image's name in leases, once this container has it.
 
         Raises:
             ConfigError, ImageUnavailable, SlotLost: as `prepare`.
         """
-        source, name, _ = await self._begin(image, share)
+        source, name, _ = await self._begin(image)
         # That container's own state decides, however many others have the image.
-        task = self._task(link, name, share)
+        task = self._task(link, name)
         await asyncio.wait([task])
         _outcome(source, name, [task])
         return name
@@ -175,7 +170,7 @@ class PoolImages:
         return None if others_may else random.choice(here)  # not all wait for the same one
 
     async def _begin(
-        self, image: str, share: Share | None, progress: Progress | None = None, *, at_once: bool = False
+        self, image: str, progress: Progress | None = None, *, at_once: bool = False
     ) -> tuple[ImageSource, str, dict[ContainerLink, asyncio.Task[ImageInfo]]]:
         """An image, its name in leases, and its preparation in each container that can be leased from."""
         source = ImageSource.parse(image)
@@ -187,18 +182,12 @@ class PoolImages:
         # Here, where each lease comes by, so that ended containers need no hook of their own.
         self._tasks = {link: tasks for link, tasks in self._tasks.items() if link.gone is None}
         self._forget_failed()
-        return source, name, self._prepare_in(name, self._open(), share, progress, at_once=at_once)
+        return source, name, self._prepare_in(name, self._open(), progress, at_once=at_once)
 
     def _prepare_in(
-        self,
-        name: str,
-        links: Sequence[ContainerLink],
-        share: Share | None,
-        progress: Progress | None = None,
-        *,
-        at_once: bool = False,
+        self, name: str, links: Sequence[ContainerLink], progress: Progress | None = None, *, at_once: bool = False
     ) -> dict[ContainerLink, asyncio.Task[ImageInfo]]:
-        return {link: self._task(link, name, share, progress, at_once=at_once) for link in links}
+        return {link: self._task(link, name, progress, at_once=at_once) for link in links}
 
     def _open(self) -> list[ContainerLink]:
         """The containers that can be leased from."""
@@ -248,24 +237,14 @@ class PoolImages:
                 yield info
 
     def _task(
-        self,
-        link: ContainerLink,
-        name: str,
-        share: Share | None,
-        progress: Progress | None = None,
-        *,
-        at_once: bool = False,
+        self, link: ContainerLink, name: str, progress: Progress | None = None, *, at_once: bool = False
     ) -> asyncio.Task[ImageInfo]:
         tasks = self._tasks.setdefault(link, {})
         task = tasks.get(name)
         if task is None or (_failed(task) and (at_once or not self._pausing(link, task, name))):
-            wanted_by = set[Share]()
-            work = self._prepare(link, name, progress, wanted_by)
+            work = self._prepare(link, name, progress)
             task = tasks[name] = self._state.tasks.spawn(work, f"prepare {name}", awaited=True)
-            self._wanted_by[task] = wanted_by
             task.add_done_callback(lambda task: self._prepared(link, name, task))
-        if not task.done():
-            self._wanted_by[task].add(share or self._state.fleet.share)
         return task
 
     def _pausing(self, link: ContainerLink, failed: asyncio.Task[ImageInfo], name: str) -> bool:
@@ -278,7 +257,6 @@ class PoolImages:
         return failed in self._failed_at and bool(elsewhere) and not shareable
 
     def _prepared(self, link: ContainerLink, name: str, task: asyncio.Task[ImageInfo]) -> None:
-        self._wanted_by.pop(task, None)
         if _failed(task):  # retrieved, since no one may be waiting for it
             self._failed_at[task] = link, name, self._state.now()
         self._state.look_again()
@@ -293,9 +271,7 @@ class PoolImages:
             if tasks.get(name) is task:
                 del tasks[name]
 
-    async def _prepare(
-        self, link: ContainerLink, name: str, progress: Progress | None, wanted_by: Collection[Share]
-    ) -> ImageInfo:
+    async def _prepare(self, link: ContainerLink, name: str, progress: Progress | None) -> ImageInfo:
         seen = "requested"
 
         def report(state: ImageState) -> None:
@@ -314,7 +290,7 @@ class PoolImages:
                     if is_built(name):
                         return await self._built(link, name)
                     if name.startswith("docker://"):
-                        return await self._pulls.bring(link, name, report, wanted_by)
+                        return await self._pulls.bring(link, name, report)
                     return await link.client.images.prepare(name, progress=report)
             except TimeoutError:
                 raise ImageUnavailable(f"image {name}: not prepared within {within_s:g} s: {seen}") from None
@@ -342,7 +318,7 @@ class PoolImages:
         below = image.parent_source or ""
         if not below.startswith("atropos-base:"):
             # Layers of a build lie on their parent's: it has to be there first. Shared with others, thus shielded.
-            await asyncio.shield(self._task(link, below, None))
+            await asyncio.shield(self._task(link, below))
         return await giver.client.images.copy(image, link.client.images)
 
     def _tasks_of(self, name: str) -> dict[ContainerLink, asyncio.Task[ImageInfo]]:

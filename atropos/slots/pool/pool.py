@@ -360,12 +360,7 @@ class SlotPool:
 
     @named_if_wrong
     async def prepare(
-        self,
-        image: str | Buildable,
-        *,
-        progress: Progress | None = None,
-        everywhere: bool = True,
-        share: Share | None = None,
+        self, image: str | Buildable, *, progress: Progress | None = None, everywhere: bool = True
     ) -> ImageInfo | None:
         """Have all containers pull and unpack an image, or build one, so that leases on it begin at once.
 
@@ -373,7 +368,6 @@ class SlotPool:
             image: as in `acquire`; or what is built: a task, a Dockerfile.
             progress: called with a container's id and how far it is there; of a build, with no id.
             everywhere: wait until all containers have pulled it; else until one has, while the others go on.
-            share: who wants it: images that containers give each other take turns by share.
 
         Returns:
             What the image is; its `source` is what leases name. None where no container is up yet: leases on it prepare
@@ -386,7 +380,7 @@ class SlotPool:
         """
         self._state.require_running()
         if isinstance(image, str):
-            return await self._images.prepare(image, progress, everywhere=everywhere, share=share)
+            return await self._images.prepare(image, progress, everywhere=everywhere)
         return await image.build(self, lambda state: None if progress is None else progress("", state))
 
     def building(self, key: str, waiting: Callable[[], None]) -> AbstractAsyncContextManager[ImageInfo | None]:
