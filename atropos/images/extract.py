@@ -146,7 +146,7 @@ def from_save(archive: Archive, name: str, target: Target) -> None:
     images = objects({"all": json.loads(archive.read("manifest.json"))}, "all")
     matching = [each for each in images if not name or _full(name) in map(_full, _texts(each, "RepoTags"))]
     # `docker save` of an image for several machines lists each of them under the same tag.
-    if len(matching) > 1:  # one for each machine
+    if len(matching) > 1:
         matching = [each for each in matching if _machine(archive, each) == MACHINE]
     if len(matching) != 1:
         raise ImageRefused(which(tag for each in images for tag in _texts(each, "RepoTags")))

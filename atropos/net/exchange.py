@@ -79,7 +79,6 @@ class Forwarding:
 
     async def _send(self, data: bytes | None, sink: asyncio.StreamWriter) -> None:
         if data:
-            # Before they are moved, so that a budget is never exceeded by what is under way.
             # Before the bytes move: the budget is never exceeded by what is under way.
             self.spend(len(data))
             sink.write(data)

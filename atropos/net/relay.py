@@ -78,7 +78,6 @@ async def relay(
     upstream: asyncio.StreamWriter | None = None
     connection = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD)
     try:
-        # Before anything is read: a connection beyond the bound shall cost no memory for its head.
         # Before the head is read: a connection beyond the bound costs no memory for it.
         admit()
         request = await head(connection, reader)

@@ -172,7 +172,6 @@ class WarmPool:
             async with self._slots:
                 if self._closed:
                     return
-                # Once more: waiting for a place is no part of the start that may count as a failure.
                 # Again: the wait for a place is no part of the start that may fail.
                 began = time.monotonic()
                 sandbox = await self._host.start(f"s{next(self._names)}", network=kind.network)

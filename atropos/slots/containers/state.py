@@ -105,7 +105,6 @@ class SharedState:
         try:
             yield self._waiters[ticket]
         except BaseException:
-            # A cancellation may arrive after room was reserved: then the ticket has left the line, but has a seat.
             # A cancellation may come after room was reserved: then the ticket has left the line, but has a seat.
             self.fleet.withdraw(ticket)
             if ticket.seat is not None:

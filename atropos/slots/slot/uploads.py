@@ -44,7 +44,6 @@ def archive_of(folder: Path) -> Iterator[bytes]:
         buffer += member.tobuf(tarfile.PAX_FORMAT)
         if member.size:
             yield from _content(path, member.size, buffer)
-        # Many small members make one piece: each piece is a request.
         # Many small members make one piece, since each piece is a request.
         if len(buffer) >= PIECE_BYTES:
             yield bytes(buffer)

@@ -58,7 +58,7 @@ def combined(task: Task, verdicts: Sequence[Verdict]) -> float:
     A mean is of each number by its name, where a step without it counts as 0.
     """
     # The last one that was reached: a step whose bound failed is the end.
-    if not task.steps or task.config.multi_step_reward_strategy == "final":
+    if task.config.multi_step_reward_strategy == "final":
         return verdicts[-1].reward
     names = dict.fromkeys(name for verdict in verdicts for name in verdict.metrics)
     means = {name: statistics.mean(verdict.metrics.get(name, 0.0) for verdict in verdicts) for name in names}

@@ -273,6 +273,22 @@ async def test_no_request_is_the_client_s_fault():
         assert (await reader.read()).startswith(b"HTTP/1.1 502 egress: the client went away")
 
 
+@pytest.mark.parametrize(
+    "request_line",
+    [
+        *("CONNECT 443", "CONNECT origin", "CONNECT origin:", "CONNECT origin:x", "CONNECT origin:0"),
+        *("CONNECT origin:65536", "GET https://origin/", "GET http:///path", "GET /"),
+    ],
+)
+async def test_no_destination_is_refused(request_line):
+    async def silent(_reader, _writer):
+        """Ends at once."""
+
+    async with through(silent) as (reader, writer):
+        writer.write(f"{request_line} HTTP/1.1\r\nHost: origin\r\n\r\n".encode())
+        assert (await reader.read()).startswith(b"HTTP/1.1 403 egress refused: ")
+
+
 async def test_a_proxy_may_have_a_password():
     password = relay.basic_credentials("me", "secret")
     for sent in (b"", b"Proxy-Authorization: Basic x\r\n"):

@@ -1318,6 +1318,13 @@ def test_means_of_steps_are_exact(folder, rewards, mean):
     assert combined(load_task(folder), [Verdict(reward, 0, "", 0.0, {"reward": reward}) for reward in rewards]) == mean
 
 
+def test_the_final_step_counts_alone(folder):
+    (folder / "task.toml").write_text("multi_step_reward_strategy = 'final'\n")
+    assert (
+        combined(load_task(folder), [Verdict(reward, 0, "", 0.0, {"reward": reward}) for reward in (1.0, 0.25)]) == 0.25
+    )
+
+
 def test_gaps_of_steps_count_as_0(folder):
     (folder / "steps/one").mkdir(parents=True)
     (folder / "steps/one/instruction.md").write_text("Do it.")

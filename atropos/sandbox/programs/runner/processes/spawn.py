@@ -63,7 +63,6 @@ def spawned(
     actions = [(os.POSIX_SPAWN_DUP2, fd, number) for number, fd in enumerate(stdio)]
     actions += [(os.POSIX_SPAWN_DUP2, fd, fd) for fd in keep]  # on itself: it stays open
     # posix_spawn has no action for the folder; PID 1 is single-threaded, so that nothing else sees it there.
-    # Python's posix_spawn can't set the folder; PID 1 has one thread, so that nothing else sees it there.
     os.chdir(workdir)
     try:
         return first_of(
