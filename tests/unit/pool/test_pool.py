@@ -23,10 +23,11 @@ from atropos.errors import (
 )
 from atropos.resources import NOTHING
 from atropos.slots import SlotFileError
+from atropos.slots.client.call_stream import ClientRefused
 from atropos.slots.slot.uploads import PIECE_BYTES
 from atropos.wire import Done, FileResult, ImageInfo, OpError, ReleaseResult
 from tests.settings import shows
-from tests.unit.pool.model import SLOT, ModelClient, model_pool, pool_tasks, settled
+from tests.unit.pool.model import SLOT, ModelBackend, ModelClient, ModelServer, model_pool, pool_tasks, settled
 from tests.waiting import until
 
 pytestmark = pytest.mark.waits
@@ -170,6 +171,20 @@ async def test_full_server_hears_waiters():
         server.grant = asked
         waiting = asyncio.create_task(pool.acquire("t"))
         await until(lambda: refused, "asked")
+        server.foreign = 0
+        await (await waiting).release()
+
+
+async def test_an_idle_pool_polls_none():
+    """Where another client has a slot, whose end this pool isn't told, it is asked for again when one is wanted."""
+    pool, backend = model_pool(slots=1, containers=1)
+    async with pool:
+        (server,), (link,) = backend.servers.values(), pool.links.values()
+        server.foreign = 1
+        link.recount()
+        await settled()
+        waiting = asyncio.create_task(pool.acquire("t"))
+        await until(lambda: pool.stats().waiting, "in line")
         server.foreign = 0
         await (await waiting).release()
 
@@ -338,6 +353,21 @@ async def test_cancelled_release_goes_on():
     assert backend.held == 0
 
 
+async def test_release_outlasts_a_gap():
+    pool, backend = model_pool(slots=1, containers=1)
+    async with pool:
+        slot = await pool.acquire("t")
+        client, release = slot.link.client, slot.link.client.release
+
+        async def unanswered(_) -> None:
+            raise BackendUnavailable("it does not answer")
+
+        client.release = unanswered
+        asyncio.get_running_loop().call_later(0.2, setattr, client, "release", release)
+        await slot.release()
+        assert backend.retired == []
+
+
 async def test_lost_container_ends_all():
     pool, backend = model_pool(slots=1, containers=2, min_containers=2)
     async with pool:
@@ -408,6 +438,34 @@ async def test_silent_server_is_replaced(monkeypatch):
         async with pool.lease("next") as other:
             assert other.container != slot.container
         assert isinstance(slot.lost, SlotLost)
+
+
+async def test_a_young_server_is_waited_for(monkeypatch):
+    pool, backend = model_pool(slots=1, containers=1)
+
+    def silent_at_first(index: int) -> ModelServer:
+        server = ModelBackend.open(backend, index)
+        server.alive = False
+        asyncio.get_running_loop().call_later(0.1, setattr, server, "alive", True)
+        return server
+
+    monkeypatch.setattr(backend, "open", silent_at_first)
+    async with pool, pool.lease("t"):
+        assert (backend.made, backend.retired) == (1, [])
+
+
+async def test_refusing_server_is_replaced(monkeypatch):
+    pool, backend = model_pool(slots=1, containers=1)
+    connect = ModelClient.connect
+
+    async def refused(client: ModelClient) -> None:
+        await connect(client)
+        if client.server is backend.history[0]:
+            raise ClientRefused("it refuses the token")
+
+    monkeypatch.setattr(ModelClient, "connect", refused)
+    async with pool, pool.lease("t"):
+        assert backend.retired == [backend.history[0].name]
 
 
 async def test_restarted_is_used_again():
