@@ -692,6 +692,16 @@ async def test_refused_growth_is_retried(monkeypatch):
         await (await waiting).release()
 
 
+async def test_what_is_there_is_asked_for_once(monkeypatch):
+    monkeypatch.setattr("atropos.slots.containers.keeper.ASK_AGAIN_S", 0.001)
+    pool, backend = model_pool(slots=1, containers=1)
+    async with pool:
+        for number in range(20):
+            async with pool.lease(f"t{number}"):
+                await settled()
+        assert backend.asked == [1]
+
+
 async def test_removed_are_replaced(monkeypatch):
     monkeypatch.setattr("atropos.slots.containers.keeper.ASK_AGAIN_S", 0.05)
     pool, backend = model_pool(slots=1, containers=1)
