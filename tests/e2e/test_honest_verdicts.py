@@ -164,6 +164,19 @@ async def test_settings_of_the_image_stay(pool, tmp_path, mode):
 
 
 @pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("mode", MODES)
+async def test_pythons_of_tests_keep_bytecode(pool, tmp_path, mode):
+    """Images of Python have none: each start would compile its library, and tests with deadlines fail."""
+    dockerfile = f"{APP}RUN mkdir /opt/own && touch /opt/own/own.py\nENV PYTHONPATH=/opt/own\n"
+    test = "python3 -c 'import own, work' && ls /opt/own/__pycache__/own.*.pyc && ! ls /opt/own/work.*"
+    test += "; echo $((! $?)) > /logs/verifier/reward.txt"
+    async with working_on(pool, make_task(tmp_path, test=test, dockerfile=dockerfile)) as run:
+        left = "touch work.py" if mode == "shared" else "touch work.py; ln -s /opt/own __pycache__"
+        assert (await run.slot.exec(left)).exit_code == 0
+        assert (await run.verify(mode)).reward == 1
+
+
+@pytest.mark.asyncio(loop_scope="module")
 async def test_tests_link_beside_a_server(pool, tmp_path):
     """In the agent's folder, of which a view shows later changes."""
     test = "cd /app; ln -s /logs/verifier new; echo 1 > new/reward.txt"

@@ -13,7 +13,7 @@ import sys
 try:  # what every Python has loaded already
     import _imp
     from _frozen_importlib import module_from_spec
-    from _frozen_importlib_external import PathFinder, spec_from_file_location
+    from _frozen_importlib_external import PathFinder, SourceFileLoader, spec_from_file_location
 except ImportError:
     PathFinder = None
 try:
@@ -222,8 +222,26 @@ def _no_entry_points(read_text):
     return lambda name: None if name == "entry_points.txt" else read_text(name)
 
 
+def _with_bytecode(get_code):
+    """Bytecode is kept, as everywhere, but beside what the agent left: a link there would lead it over another's.
+
+    Python's own code alone looks at the setting here: what writes files by itself, as pytest does, finds it as it was.
+    """
+
+    def get_kept_code(self, name):
+        folder, setting = os.path.dirname(self.path), sys.dont_write_bytecode
+        sys.dont_write_bytecode = _is_in(folder, _packages) or _is_the_agents(folder)
+        try:
+            return get_code(self, name)
+        finally:
+            sys.dont_write_bytecode = setting
+
+    return get_kept_code
+
+
 def _start():
     _imp.check_hash_based_pycs = "always"  # the agent's may be marked as not to be compared with their source
+    SourceFileLoader.get_code = _with_bytecode(SourceFileLoader.get_code)
     sys.meta_path.insert(0, _ElsewhereFirst)
     if _packages:
         sys.meta_path.append(_InstalledByTheAgent)

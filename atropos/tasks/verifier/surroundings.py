@@ -211,12 +211,12 @@ def environment(task: Task, profile: Profile, surroundings: Surroundings) -> dic
     image, declared = image_variables(task), {name: profile.env[name] for name in task.config.verifier.env}
     env = {
         "PATH": PATH,
-        "PYTHONDONTWRITEBYTECODE": "1",
         "GIT_CONFIG_NOSYSTEM": "1",
         **profile.identity,
     }
     if not surroundings.folders:
         return {**env, **image, **declared}
+    env["PYTHONDONTWRITEBYTECODE"] = "1"  # but for `verifier_site`, which says where it is kept
     if profile.user is None:  # settings that the agent left in a home must not run here
         env["PYTHONNOUSERSITE"] = "1"
     if surroundings.wishes.installs:
