@@ -93,6 +93,7 @@ def pool_config(settings: Mapping[str, object], *, network: bool) -> SlotPoolCon
 def shared_pool(config: SlotPoolConfig) -> SharedPool:
     """The pool of this event loop for these settings."""
     loop = asyncio.get_running_loop()
+    # Some hosts run a loop for each command. A pool of one that was closed can't be stopped any more.
     for key in [key for key in _shared if key[0].is_closed()]:
         del _shared[key]
     return _shared.setdefault((loop, config.model_dump_json()), SharedPool(config))
@@ -127,7 +128,7 @@ class SlotRequest(BaseModel):
         SlotPoolConfig(**value)
         return value
 
-    def __hash__(self) -> int:
+    def __hash__(self) -> int:  # inspect_ai hashes a sandbox's configuration, which a frozen model with a dict can't
         return hash(self.model_dump_json())
 
     def with_gpus(self, gpus: int, types: Sequence[str] = ()) -> Self:

@@ -82,6 +82,7 @@ async def body_of(request: Request, most: int) -> bytes:
     if not declared.isdigit() or int(declared) > most:
         raise too_long
     counted, body = counted_body(request), bytearray()
+    # Before it comes: of many that come slowly, each would find room when it begins, and all of them fill the memory.
     counted.resize(int(declared))
     async for chunk in request.stream():
         body += chunk
@@ -112,7 +113,7 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or answer it."""
-        if scope["type"] == "websocket":
+        if scope["type"] == "websocket":  # neither service has one; without an answer, the client would wait
             await send({"type": "websocket.close", "code": 1008})
             return
         if scope["type"] != "http" or scope["path"].startswith(self._own_gate):

@@ -172,6 +172,7 @@ def _lines(state: FileState | None) -> list[str] | None:
 
 def _unified(old: Sequence[str], new: Sequence[str], pairs: int) -> tuple[list[str], int]:
     """The hunks that make `old` to `new`, and the pairs of lines that were looked at."""
+    # What both begin and end with is left out first: difflib's time can grow with the product of the lines.
     shortest = min(len(old), len(new))
     head = next((at for at in range(shortest) if old[at] != new[at]), shortest)
     tail = next((at for at in range(shortest - head) if old[-1 - at] != new[-1 - at]), shortest - head)
@@ -183,6 +184,7 @@ def _unified(old: Sequence[str], new: Sequence[str], pairs: int) -> tuple[list[s
             *(f"-{x}" for x in old),
             *(f"+{x}" for x in new),
         ], 0
+    # The first two lines name files.
     hunks = itertools.islice(difflib.unified_diff(old, new, lineterm="", n=CONTEXT), 2, None)
     return list(_shifted(hunks, first)), len(old) * len(new)
 

@@ -154,6 +154,7 @@ class TrajectoryStore:
         """A page of the matching entries, and how many match in all."""
         with self._lock:
             rows = list(self._rows)
+        # As it stands in what is kept, which is JSON.
         needle = json.dumps(query.text, ensure_ascii=False)[1:-1].encode(errors="surrogatepass").lower()
         matching = [
             entry
@@ -168,6 +169,7 @@ class TrajectoryStore:
     def get(self, number: int) -> tuple[StoredTrajectory, Details] | None:
         """A trajectory; None: there is none, or it is forgotten."""
         with self._lock:
+            # Numbers are consecutive, and the oldest go first.
             at = number - self._rows[0][0].number if self._rows else -1
             row = self._rows[at] if 0 <= at < len(self._rows) else None
         return None if row is None else (row[0], _unpacked(row[1]))

@@ -47,6 +47,7 @@ class AuditLog:
 
     def _reopen(self, path: Path) -> None:
         """Open the file, unless it is the one that is open."""
+        # At each line: programs that rotate logs rename the file, and this process waits for no signal of theirs.
         try:
             there = path.stat()
         except FileNotFoundError:

@@ -124,6 +124,7 @@ def change_keys(path: Path, changed: Mapping[str, KeySettings | None]) -> None:
         if key is not None
     }
     _checked(path, plain)
+    # In the same folder, as only there a rename replaces the file at once.
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:

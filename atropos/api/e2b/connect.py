@@ -23,7 +23,10 @@ MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 UNARY_S = 60.0
 """Timeout of a call with one answer."""
 _HEAD = struct.Struct(">BI")
+"""Before each message of a stream: flags, and its length."""
 _END = 2
+"""The flag of a stream's last message; the other one, 1, says that a message is compressed."""
+# As the protocol has it; what it gives 500 is not listed.
 _STATUS = {
     "invalid_argument": 400,
     "permission_denied": 403,
@@ -75,6 +78,7 @@ def rpc_error(error: Exception) -> RpcError:
             return RpcError("resource_exhausted" if error.status == 429 else "invalid_argument", error.message)
         case ClientDisconnect():
             return RpcError("canceled", "the client went away")
+        # With a number it is the kernel's, from a file system or a socket, and no deadline of ours.
         case TimeoutError() if not error.errno:
             return RpcError("deadline_exceeded", "the call's deadline has passed")
         case OSError():
@@ -92,6 +96,7 @@ def rpc_error(error: Exception) -> RpcError:
 def deadline_s(request: Request) -> float | None:
     """The client's deadline in seconds; None: it sets none."""
     header = request.headers.get("connect-timeout-ms", "")
+    # Ten digits are what the protocol allows.
     return int(header) / 1000 if header.isdecimal() and len(header) <= 10 else None
 
 
@@ -141,6 +146,7 @@ async def first_message(request: Request) -> bytes:
 
 def failed(error: Exception) -> Response:
     """Answer a call that would be answered with a stream."""
+    # With status 200: the protocol has a stream's errors in its last message alone.
     end: Json = {"error": rpc_error(error).body}
     return Response(_enveloped(end, _END), media_type="application/connect+json")
 

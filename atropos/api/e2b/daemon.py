@@ -95,6 +95,7 @@ def _unary(kind: type[messages.ConnectMessage], handler: Callable[..., Awaitable
 
 def _ping_s(request: Request) -> float:
     header = request.headers.get("keepalive-ping-interval", "")
+    # Never more often than once a second: each ping is a message to write, for as long as the client likes.
     return max(1.0, float(header)) if header.isdecimal() and len(header) < 6 else PING_S
 
 

@@ -13,7 +13,7 @@ from atropos.slots.slot.results import ExecResult
 _FIELDS = ("%i", "%y", "%Y", "%m", "%s", "%u", "%g", "%T@", "%l", "%p")
 _FORMAT = "".join(rf"{field}\0" for field in _FIELDS)
 _TYPES = {"f": "FILE_TYPE_FILE", "d": "FILE_TYPE_DIRECTORY", "l": "FILE_TYPE_SYMLINK"}
-_EXISTS, _NO_FOLDER = 17, 20
+_EXISTS, _NO_FOLDER = 17, 20  # as EEXIST and ENOTDIR
 _REASONS = {
     ": No such file or directory": "not_found",
     ": Not a directory": "not_found",
@@ -47,7 +47,7 @@ class FileEntry:
             "name": posixpath.basename(self.path) or "/",
             "type": _TYPES.get(self.target, "FILE_TYPE_UNSPECIFIED"),
             "path": self.path,
-            "size": str(self.size),
+            "size": str(self.size),  # JSON of protocol buffers has 64-bit numbers as text
             "mode": self.mode,
             "permissions": _permissions(self.kind, self.mode),
             "owner": self.owner,
@@ -58,6 +58,7 @@ class FileEntry:
 
 
 def _permissions(kind: str, mode: int) -> str:
+    # As Go writes a mode, since E2B's daemon is in Go: a link is L.
     bits = "".join(letter if mode >> (8 - at) & 1 else "-" for at, letter in enumerate("rwxrwxrwx"))
     return {"d": "d", "l": "L"}.get(kind, "-") + bits
 
@@ -97,6 +98,7 @@ async def find(sandbox: E2bSandbox, path: str, depth: int, user: str | None, *, 
         entries = FileEntry.read(result.stdout or "")
     except ValueError:  # the slot's programs may have put another `find` there
         raise RpcError("internal", f"find printed what can't be read: {(result.stdout or '')[:200]!r}") from None
+    # With 1 it ends also where a folder below can't be read: what it lists is an answer, but the path alone is none.
     if not entries or (failure.code == "permission_denied" and len(entries) == 1) or result.exit_code not in {0, 1}:
         raise failure
     return entries
@@ -123,6 +125,7 @@ async def stat(sandbox: E2bSandbox, message: messages.AtPath, user: str | None) 
 
 async def list_dir(sandbox: E2bSandbox, message: messages.ListDir, user: str | None) -> Json:
     """`ListDir`."""
+    # Protocol buffers leave out a number that isn't set, so that 0 is none.
     folder, *entries = await find(sandbox, path_of(sandbox, message.path), message.depth or 1, user)
     if folder.kind != "d":
         raise RpcError("invalid_argument", f"path {folder.path!r} is no directory")
@@ -145,7 +148,7 @@ async def make_dir(sandbox: E2bSandbox, message: messages.AtPath, user: str | No
 async def move(sandbox: E2bSandbox, message: messages.Move, user: str | None) -> Json:
     """`Move`."""
     source, target = path_of(sandbox, message.source), path_of(sandbox, message.destination)
-    await _at(sandbox, source, user)
+    await _at(sandbox, source, user)  # a missing one is refused before the target's parents are made
     script = 'mkdir -p -- "$(dirname -- "$2")" && mv -T -- "$1" "$2"'
     _check(await _run(sandbox, ["sh", "-c", script, "sh", source, target], user))
     return await _at(sandbox, target, user)

@@ -87,6 +87,7 @@ class NewSandbox(ConnectMessage):
     network: Network = Network()
     auto_pause: bool | None = None
     auto_resume: AutoResume = AutoResume()
+    # There are neither volumes nor roles here: whoever asks for them is refused, instead of missing them later.
     volume_mounts: tuple[Empty, ...] = Field(default=(), max_length=0)
     iam: None = None
 

@@ -73,8 +73,9 @@ class SandboxHosts:
         """
         if self._http is None:
             self._http = aiohttp.ClientSession(
-                auto_decompress=False,
+                auto_decompress=False,  # bytes go on as they came
                 connector=aiohttp.TCPConnector(limit=0, force_close=True),
+                # All servers are at 127.0.0.1: one sandbox's cookies would go to another's.
                 cookie_jar=aiohttp.DummyCookieJar(),
                 timeout=aiohttp.ClientTimeout(total=None),
             )

@@ -96,6 +96,7 @@ def json_of(group: Mapping[str, object]) -> str:
 
 def _text(value: object) -> str:
     text = json.dumps(value, default=_listed)
+    # A surrogate is written as \udxxx, also one of a pair: whether it is alone is looked at where there is any.
     return json.dumps(replace_surrogates(value)) if "\\ud" in text else text
 
 

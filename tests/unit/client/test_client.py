@@ -191,6 +191,28 @@ async def test_heartbeats_renew_a_lease():
         assert running.core.state.now() - began < 3 * ttl_s
 
 
+async def test_read_acks_are_forgotten(monkeypatch):
+    """A new connection brings those again that the server may not have read."""
+    async with serving(heartbeat_s=0.2) as running, client_of(running) as client:
+        acked, calls = list[str](), running.core.calls
+        ack = calls.ack
+
+        def counted(of, call_ids):
+            acked.extend(call_id.rpartition("/")[2] for call_id in call_ids)
+            return ack(of, call_ids)
+
+        monkeypatch.setattr(calls, "ack", counted)
+        lease = await client.acquire(request())
+        for number in range(4):  # each waits for a heartbeat of its own: the third one's echo comes before the fourth
+            await client.call(lease, Exec(command="true"), call_id=f"call-{number}")
+            await until(lambda number=number: f"call-{number}" in acked, "a heartbeat brings it")
+        for stream in list(running.core.state.streams):
+            stream.abort("cut")
+        await client.call(lease, Exec(command="true"), call_id="last")
+        await until(lambda: "last" in acked)
+        assert [acked.count(f"call-{number}") for number in (0, 1, 3)] == [1, 1, 2]
+
+
 async def test_restart_is_lost_for_good(port):
     ended: list[LeaseEnded] = []
     async with serving(port=port) as running:
