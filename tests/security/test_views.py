@@ -27,7 +27,7 @@ import http.server, os
 class Writer(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         open("new", "w").write("new"); os.replace("new", "state"); open("made", "w").close()
-        self.send_response(200); self.end_headers(); self.wfile.write(b"done")
+        self.send_response(200); self.end_headers(); self.wfile.write(b"done"); self.wfile.flush(); THEN
 http.server.HTTPServer(("127.0.0.1", 8123), Writer).serve_forever()
 """
 FETCH = "python3 -I -c \"import urllib.request as u; print(u.urlopen('http://127.0.0.1:8123/answer').read().decode(), end='')\""
@@ -95,10 +95,12 @@ async def test_writes_pass_one_way(pool):
         assert "secret" not in (await slot.exec("cat seen tests")).output
 
 
-async def test_names_are_looked_up_again(pool):
+@pytest.mark.parametrize("then", ["pass", "os._exit(0)"], ids=["goes on", "ends"])
+async def test_names_are_looked_up_again(pool, then):
     """Tests that wait for what a server makes or replaces see it, though they had looked before."""
+    server = WRITER.replace("THEN", then)
     async with pool.lease("agent") as slot:
-        await slot.exec(f"echo old > state; (setsid python3 -I -c '{WRITER}' >/dev/null 2>&1 &); {LISTENS}")
+        await slot.exec(f"echo old > state; (setsid python3 -I -c '{server}' >/dev/null 2>&1 &); {LISTENS}")
         await slot.view()
         assert (await slot.exec(f"[ -e made ] || cat state; {FETCH}")).output == "old\ndone"
         seen = "until [ -e made ] && [ $(cat state) = new ]; do sleep 0.05; done"

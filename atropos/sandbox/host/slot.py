@@ -8,7 +8,7 @@ import errno
 import os
 import socket
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from atropos.aio import Tasks, done_within
@@ -314,13 +314,17 @@ class SlotSandbox:
         self._base = base
         self._image, self._root = root.image, root.root
         if self.volume.changing:
-            self._showing = self._tasks.spawn(self._show_changes(), "show changes")
+            assert view is not None
+            self._showing = self._tasks.spawn(self._show_changes(view.is_quiet), "show changes")
 
-    async def _show_changes(self) -> None:
+    async def _show_changes(self, is_quiet: Callable[[], bool]) -> None:
         """Have a view see what the slot's programs make and replace, also where it has looked before."""
+        ended = False
         with contextlib.suppress(OSError):  # where they can't be remounted, it sees what it saw
-            while True:
+            while not ended:
                 await asyncio.sleep(SHOWN_S)
+                # Before the names are forgotten: what the last program made is then seen, too.
+                ended = is_quiet()
                 # In a thread: it takes longer the more names there are.
                 await asyncio.to_thread(self.volume.forget_names)
 
@@ -394,7 +398,7 @@ class SlotSandbox:
             (*(layer.path for layer in layers), *root.layers, root.lower),
             folders,
             # Without a running program its folders can be hard-linked instead of mounted (decision 8).
-            quiet=self.host_pid is not None and not stopped_children.children_of(self.host_pid),
+            lambda: self.host_pid is not None and not stopped_children.children_of(self.host_pid),
             empty=self._host.files.empty_folder,
             copies=self.volume.data,
         )

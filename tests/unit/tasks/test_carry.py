@@ -106,9 +106,11 @@ def test_links_stay_in_the_folder():
         ("abs", "/workspace/file"),
         ("two", "python"),
         ("dot", "./file"),
+        ("sub/deep/top", "../.."),
     ]
     bad = [("answer", "/tests/expected"), ("up", "../tests/expected"), ("sub/out", "../../tests"), ("mem", "/proc/1/mem"), ("root", "/"),
-           ("back", "/usr/../tests/expected"), ("way", "python/../../tests"), ("absolute", "/workspace/../tests"), ("logs", "/logs/verifier")]  # fmt: skip
+           ("back", "/usr/../tests/expected"), ("way", "python/../../tests"), ("absolute", "/workspace/../tests"), ("logs", "/logs/verifier"),
+           ("above", "sub/deep/top/../tests")]  # fmt: skip
     data = archive(*(("s", name, target) for name, target in good + bad))
     assert names(safely(data, "/workspace")) == [name for name, _ in good]
 

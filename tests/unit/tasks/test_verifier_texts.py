@@ -12,7 +12,7 @@ from atropos.tasks.folder import load_task
 from atropos.tasks.verifier import elsewhere
 from atropos.tasks.verifier.mode import choose
 from atropos.tasks.verifier.surroundings import Surroundings
-from atropos.tasks.verifier.texts import TaskTexts, is_spoken_of, written
+from atropos.tasks.verifier.texts import TaskTexts, is_spoken_of, unspoken_names, written
 from tests.files import write_files
 from tests.unit.tasks.test_task_folder import folder
 
@@ -80,6 +80,13 @@ def test_a_path_is_spoken_of_whole():
     assert is_spoken_of("/app/out/result.json", "/app", asked)
     assert not is_spoken_of("/app/expected/rows.json", "/app", asked)
     assert not is_spoken_of("/app/result.js", "/app", asked)
+
+
+def test_what_tests_alone_name():
+    test = "assert open('result.json').read() == open('/tests/expected.txt').read()"
+    names = unspoken_names(TaskTexts("Write result.json.", (test,), ("data/rows.csv",))).split()
+    assert "result.json" not in names
+    assert {"expected.txt", "rows.csv"} <= set(names)
 
 
 LOADING = (

@@ -57,7 +57,7 @@ class View:
         written: how many of them, from the top, leases wrote; the others are images'.
         below: the folders that the view's own root is stacked of.
         order: what it is to show.
-        quiet: no program runs in the slot.
+        is_quiet: whether no program runs in the slot; none begins any more, since the lease's calls run in the view.
         empty: an empty folder.
         copies: a folder on the topmost layer's file system, for copies of it.
         followed: folders with links of the slot's that are followed, once it is mounted.
@@ -67,10 +67,15 @@ class View:
     written: int
     below: tuple[str, ...]
     order: ViewFolders
-    quiet: bool
+    is_quiet: Callable[[], bool]
     empty: str
     copies: str
     followed: set[str] = field(default_factory=set[str])
+
+    @cached_property
+    def quiet(self) -> bool:
+        """Whether no program ran in the slot when the view was made."""
+        return self.is_quiet()
 
     def info(self) -> ViewInfo:
         """What it shows."""
