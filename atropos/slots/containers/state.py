@@ -134,7 +134,6 @@ class SharedState:
 
     def fail(self, ticket: Ticket, error: Exception) -> None:
         """End a waiting acquire that can't be served any more."""
-        self.fleet.withdraw(ticket)
         future = self._waiters[ticket]
         if not future.done():
             future.set_exception(error)
