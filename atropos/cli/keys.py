@@ -62,6 +62,7 @@ def add(
 
 def _value(text: str) -> object:
     try:
+        # Numbers and true are JSON, and so are objects, as `limits` is; a word that is none stays text.
         return json.loads(text)
     except ValueError:
         return text
@@ -130,6 +131,7 @@ def usage(
 
 def _asked(url: str, token: str) -> UsageReport:
     try:
+        # No proxy of the environment's: it would get the key.
         answer = httpx.get(
             f"{url.rstrip('/')}/usage", headers={"Authorization": f"Bearer {token}"}, timeout=_ASK_S, trust_env=False
         )

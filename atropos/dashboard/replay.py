@@ -72,7 +72,7 @@ def _row(line: str) -> str:
             column = 0
         elif piece == "\b":
             column = max(0, column - 1)
-        elif len(piece) > 1:
+        elif len(piece) > 1:  # erase in line (ECMA-48): 1 up to here, 2 all of it, else the rest
             if piece[2] == "1":
                 cells[: column + 1] = " " * min(len(cells), column + 1)
             else:
@@ -104,6 +104,7 @@ def _events(details: Details, most: int) -> Iterator[Event]:
         for number, call in enumerate(calls):
             yield at, _called(call)
             result = results.get(call.call_id) or results.get(str(number))
+            # Calls that ran side by side took longer, added up, than their turn.
             at = min(at + (each_s[number] if number < len(each_s) else 0.0), asked + tools_s)
             if result is not None:
                 yield at, _lines(RED if result.failed else "", result.text, most)
