@@ -10,6 +10,8 @@ import sys
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 
+from tests.waiting import SLOWNESS
+
 TOKEN = "e2e-token"
 OWN = ("--only", "own", "--tool", "tests.e2e.own_tools:TOOLS")
 
@@ -64,7 +66,7 @@ async def start(command: str, *arguments: str, port: int = 0, within: Sequence[s
     assert process.stderr is not None
     seen = ""
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(60 * SLOWNESS):
             while line := (await process.stderr.readline()).decode():
                 seen += line
                 if found := re.search(r" on (http://\S+)", line):
