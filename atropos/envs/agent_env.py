@@ -150,9 +150,10 @@ class AgentEnv(SandboxEnv):
     async def _call_verification(
         self, item: object, trajectory_id: str, task: str, result: AgentResult
     ) -> tuple[float, dict[str, object]]:
+        texts = None
         if self.opens_view and type(self).verify_and_score_trajectory is not AgentEnv.verify_and_score_trajectory:
-            await verification.begin(self.executor, trajectory_id, self.config, task)
-        verifying = self.hook_tools(trajectory_id)
+            texts = await verification.begin(self.executor, trajectory_id, self.config, task)
+        verifying = self.hook_tools(trajectory_id, texts=texts)
         verdict = await self.hooks.call(
             "verify_and_score_trajectory",
             lambda: self.verify_and_score_trajectory(

@@ -36,6 +36,7 @@ from atropos.envs.running.groups import Event, GroupCollector, GroupMember
 from atropos.envs.running.hooks import ExecTool, HookCalls
 from atropos.envs.running.lifecycle import SENDS_S, WORKERS_S, Lifetime, beside, bounded, task_group
 from atropos.envs.running.rollout import GroupsDropped, Rollout
+from atropos.envs.running.verification import HookTexts
 from atropos.envs.served_env import ServedEnv
 from atropos.envs.servers import context_of, probe_servers, stop_servers
 from atropos.errors import ConfigError
@@ -229,9 +230,10 @@ class SandboxEnv(ServedEnv):
             finally:
                 await self.executor.release_trajectory(group)
 
-    def hook_tools(self, trajectory_id: str, *, setup: bool = False) -> ExecTool:
+    def hook_tools(self, trajectory_id: str, *, setup: bool = False, texts: HookTexts | None = None) -> ExecTool:
         """`exec_tool` for a hook; see `ExecTool`."""
-        return ExecTool(self.executor, trajectory_id, partial(self.execute_tool, trajectory_id), setup=setup)
+        run = partial(self.execute_tool, trajectory_id)
+        return ExecTool(self.executor, trajectory_id, run, setup=setup, texts=texts)
 
     async def execute_tool(self, trajectory_id: str, call: ToolCall) -> ToolResult:
         """Run one call and measure it."""

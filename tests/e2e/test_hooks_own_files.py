@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import pytest_asyncio
 
-from atropos.envs import ToolContext
+from atropos.envs import AgentEnvConfig, ToolContext
+from atropos.envs.running import verification
 from atropos.envs.running.hooks import ExecTool
 from atropos.envs.running.rollout import TaskFault, VerifierError
 from atropos.tasks.verifier.surroundings import FOLDERS
@@ -31,9 +32,9 @@ for path in ("hidden.py", "tests/hidden.py"):
 class Agent:
     """`exec_tool` of `AgentEnv` under the names of `ctx`."""
 
-    def __init__(self, executor, trajectory, *, setup=False):
+    def __init__(self, executor, trajectory, **options):
         self.calls = self._exec = ExecTool(
-            executor, trajectory, lambda call: executor.execute(trajectory, call), setup=setup
+            executor, trajectory, lambda call: executor.execute(trajectory, call), **options
         )
 
     async def write_file(self, path, content, **check):
@@ -137,6 +138,20 @@ async def test_what_one_wrote_stays(left):
     for name in ("GNUmakefile", "Makefile"):
         await hook.write_file(name, f"all:\n\techo {name}\n")
     assert (await hook.terminal("make -s"))["output"].strip() == "GNUmakefile"
+
+
+@pytest.mark.parametrize("kind", [Agent, Hermes])
+async def test_its_own_links_are_followed(executor, kind):
+    slot = await executor.slot("links")
+    try:
+        await slot.exec("echo agent > answer; ln -s answer seen")
+        texts = await verification.begin(executor, "links", AgentEnvConfig(tokenizer_name="none"), "Write answer.")
+        hook = kind(executor, "links", texts=texts)
+        await hook.terminal("mkdir t; ln -s ../answer t/expected")
+        await hook.terminal("echo hook > t/expected")
+        assert (await hook.terminal("cat answer"))["output"] == "hook\n"
+    finally:
+        await executor.release_trajectory("links")
 
 
 async def test_an_upload_leaves_its_own(executor, tmp_path):

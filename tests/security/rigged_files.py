@@ -37,7 +37,6 @@ FILES = {
             "its folder is the answer's": "echo 1 > expected; ln -s . t; ln -s expected answer",
         },
         also={"links of its own": "mkdir -p data v/1; echo 42 > data/real; ln -s ../../data/real v/1/a; ln -s v/1 now; ln -s now/a answer"},
-        by_texts=True,
     ),
     "expected in a folder beside the output": RiggedTask(
         "mkdir -p expected; echo 42 > expected/result; cmp -s expected/result out/result",
@@ -48,41 +47,34 @@ FILES = {
         },
         work="mkdir -p out; echo 42 > out/result",
         also={"by a link": "mkdir -p runs/1; echo 42 > runs/1/result; ln -s runs/1 out"},
-        by_texts=True,
     ),
     "expected under the answer's name": RiggedTask(
         "cd /workspace && mkdir -p t && cp /tests/expected t/answer && cmp -s t/answer answer",
         {"its folder is the answer's": "echo 1 > answer; ln -s . t", "a link in its place": "echo 1 > answer; mkdir t; ln -s ../answer t/answer"},
-        by_texts=True,
     ),
     "a folder that tests copy": RiggedTask(
         "cp -r /tests /workspace/t; cmp -s t/tests/expected answer || cmp -s t/expected answer",
         {"a link in it": "mkdir -p t/tests; echo 1 > answer; ln -s ../../answer t/tests/expected", "by its whole path": "mkdir -p t/tests; echo 1 > answer; ln -s /workspace/answer t/tests/expected"},
-        by_texts=True,
     ),
-    "what is in a folder that tests copy": RiggedTask("cp -r /tests/. /workspace/; cmp -s expected answer", {"a link": "echo 1 > answer; ln -s answer expected"}, by_texts=True),
-    "files that tests copy by a pattern": RiggedTask("mkdir -p t; cp /tests/ex* t/; cmp -s t/expected answer", {"a link": "mkdir t; echo 1 > answer; ln -s ../answer t/expected"}, also={"links in it": "mkdir t; echo 42 > real; ln -s ../real t/mine; ln -s t/mine answer"}, by_texts=True),
-    "files that tests write in a loop": RiggedTask("mkdir -p t; for f in expected; do cat /tests/$f > t/$f; done; cmp -s t/expected answer", {"a link": "mkdir t; echo 1 > answer; ln -s ../answer t/expected"}, by_texts=True),
+    "what is in a folder that tests copy": RiggedTask("cp -r /tests/. /workspace/; cmp -s expected answer", {"a link": "echo 1 > answer; ln -s answer expected"}),
+    "files that tests copy by a pattern": RiggedTask("mkdir -p t; cp /tests/ex* t/; cmp -s t/expected answer", {"a link": "mkdir t; echo 1 > answer; ln -s ../answer t/expected"}, also={"links in it": "mkdir t; echo 42 > real; ln -s ../real t/mine; ln -s t/mine answer"}),
+    "files that tests write in a loop": RiggedTask("mkdir -p t; for f in expected; do cat /tests/$f > t/$f; done; cmp -s t/expected answer", {"a link": "mkdir t; echo 1 > answer; ln -s ../answer t/expected"}),
     "a folder that tests copy by Python": RiggedTask(
         "python3 -c \"import shutil; shutil.copytree('/tests', '/workspace/t', dirs_exist_ok=True)\"; cmp -s t/expected answer",
         {"a link": "mkdir t; echo 1 > answer; ln -s ../answer t/expected"},
-        by_texts=True,
     ),
     "a module that tests bring before they change all modes": RiggedTask(
         "cp /tests/check.py /workspace/helper.py; chmod -R a+rX /workspace; cd /workspace; python3 -c 'import helper'",
         {"a package in its place": module("helper/__init__")},
         also={"another package": "echo 42 > answer; mkdir other; : > other/__init__.py"},
-        by_texts=True,
     ),
     "a module that tests bring before they change all owners": RiggedTask(
         "cp /tests/*.py /workspace/; chown -R 0:0 /workspace; cd /workspace; python3 -m check",
         {"a package in its place": module("check/__init__") + "; cp check/__init__.py check/__main__.py"},
-        by_texts=True,
     ),
     "rules that tests bring": RiggedTask(
         "cd /workspace; printf 'all:\\n\\tcmp -s /tests/expected answer\\n' > Makefile; make -s all",
         {"of GNU's name": "printf 'all:\\n\\ttrue\\n' > GNUmakefile", "of the older name": "printf 'all:\\n\\ttrue\\n' > makefile"},
-        by_texts=True,
     ),
     "a module that tests bring": RiggedTask(
         "cp /tests/check.py /workspace/helper.py; cd /workspace; python3 -c 'import helper'",
@@ -113,7 +105,6 @@ FILES = {
         "git init -q /tmp/r; cd /tmp/r; git apply /workspace/answer.diff; cmp -s /tests/expected answer",
         {"a link": PATCH.replace("%s", "120000", 1).replace("%s", "/tests/expected", 1).replace("%s", "\\\\ No newline at end of file\\n")},
         work=PATCH.replace("%s", "100644", 1).replace("%s", "42", 1).replace("%s", ""),
-        by_texts=True,
     ),
     "programs in a home": RiggedTask(
         "same /tests/expected /root/answer && other /tests/expected /root/answer",
@@ -161,7 +152,7 @@ WRITERS = {
     "sed": "sed -n 'w t/expected' /tests/expected",
     "xargs": "echo expected | xargs -I{} cp /tests/{} t/{}",
     "a joined path": "python3 -c \"import os; open(os.path.join('t', 'expected'), 'w').write('42\\n')\"",
-    "a log": "python3 -c \"import logging; logging.basicConfig(filename='t/expected', format='%(message)s'); logging.warning('42')\"",
+    "a log": "python3 -c \"import logging; logging.basicConfig(filename='t/expected', filemode='w', format='%(message)s'); logging.warning('42')\"",
     "node": "node -e \"require('fs').createWriteStream('t/expected').end('42\\n')\"",
     "perl": "perl -e 'open F, \">\", \"t/expected\"; print F \"42\\n\"'",
 }  # fmt: skip
@@ -169,7 +160,6 @@ FILES |= {
     f"expected beside the answer by {name}": RiggedTask(
         f"mkdir -p t; {command}; cmp -s t/expected answer",
         {"a link": "mkdir t; echo 1 > answer; ln -s ../answer t/expected"},
-        by_texts=True,
     )
     for name, command in WRITERS.items()
 }

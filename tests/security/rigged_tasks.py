@@ -34,7 +34,7 @@ class RiggedTask:
         work: what an honest agent does.
         also: what others do, as honest.
         instruction: what the agent is asked for.
-        by_texts: whether what the tests say is needed to stop the tricks: hooks' is not known.
+        by_texts: whether what the tests say is needed before a view opens to stop the tricks: hooks' is not known then.
     """
 
     test: str

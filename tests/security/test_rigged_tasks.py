@@ -22,6 +22,7 @@ from tests.e2e.test_tasks import no_server_is_awaited
 from tests.files import write_files
 from tests.security.rigged_files import FILES
 from tests.security.rigged_machines import MACHINES, OWN_PACKAGES
+from tests.security.rigged_places import PLACES
 from tests.security.rigged_programs import PROGRAMS
 from tests.security.rigged_tasks import SURROUNDINGS
 from tests.security.test_verification_rigging import CHECK, reward
@@ -29,7 +30,7 @@ from tests.security.test_verification_rigging import CHECK, reward
 __all__ = ["no_server_is_awaited"]
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-TASKS = SURROUNDINGS | PROGRAMS | MACHINES | FILES
+TASKS = SURROUNDINGS | PROGRAMS | MACHINES | FILES | PLACES
 ALL = TASKS | {"packages of its own": OWN_PACKAGES}
 TRICKS = {(name, trick): command for name, task in TASKS.items() for trick, command in task.tricks.items()}
 PACKAGES = {("packages of its own", kind): command for kind, command in OWN_PACKAGES.honest.items()}
@@ -132,8 +133,8 @@ def by_hooks(pool, executor, loaded):
         try:
             await workspace.enter(slot, prepared.task)
             await slot.exec(work + DAEMON)
-            await verification.begin(executor, trajectory, config, task.instruction)
-            return [await verified(kind(executor, trajectory), task) for kind in (Agent, Hermes)]
+            texts = await verification.begin(executor, trajectory, config, task.instruction)
+            return [await verified(kind(executor, trajectory, texts=texts), task) for kind in (Agent, Hermes)]
         except HookError as error:
             print(name, error)
             return [None]
@@ -151,7 +152,7 @@ async def verified(hook, task):
 
 
 FOR_HOOKS = [name for name, task in TASKS.items() if task.workdir == "/workspace" and not task.by_texts]
-"""What hook envs have: other folders are a setting of theirs, and what hooks will do is not known."""
+"""What hook envs have: other folders are a setting of theirs, and what hooks will do isn't known before a view opens."""
 
 
 async def test_no_trick_raises_hooks(by_hooks):

@@ -222,8 +222,9 @@ class HermesAgentBaseEnv(SandboxEnv):
             changed = await changes.since_start()
         acted = time.perf_counter()
         self._record_errors(result)
-        await verification.begin(self.executor, trajectory_id, self.config, prompt)
-        score = await self._call_reward(item, trajectory_id, result)
+        texts = await verification.begin(self.executor, trajectory_id, self.config, prompt)
+        ctx = ToolContext(self.executor, trajectory_id, limit=self._calls, texts=texts)
+        score = await self._call_reward(item, result, ctx)
         info: dict[str, object] = {
             "toolsets": list(tools.names),
             "reasoning": [text is not None for text in result.reasoning_per_turn],
@@ -239,8 +240,7 @@ class HermesAgentBaseEnv(SandboxEnv):
             "setup_rollout", lambda: bridged(lambda: self.setup_rollout(item, ctx)), calls=ctx, setup=True
         )
 
-    async def _call_reward(self, item: object, trajectory_id: str, result: HermesResult) -> float:
-        ctx = ToolContext(self.executor, trajectory_id, limit=self._calls)
+    async def _call_reward(self, item: object, result: HermesResult, ctx: ToolContext) -> float:
         async with self._rewards:
             reward = await self.hooks.call(
                 "compute_reward", lambda: bridged(lambda: self.compute_reward(item, result, ctx)), calls=ctx

@@ -16,6 +16,7 @@ import functools
 import io
 import json
 import os
+import shlex
 import tarfile
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
@@ -25,11 +26,13 @@ from typing import Any, NoReturn, TypeVar
 from atropos import wire
 from atropos.archives import WholeTar
 from atropos.envs.hermes.bridge import in_bridge, wait
-from atropos.envs.running.hooks import TAIL_CHARS, WRITES, HookCalls, failed_call, written
+from atropos.envs.running.hooks import TAIL_CHARS, WRITES, HookCalls, failed_call, texts_of, written
 from atropos.envs.running.rollout import TaskFault
+from atropos.envs.running.verification import HookTexts
 from atropos.errors import SandboxError
 from atropos.slots import Slot, SlotFileError
 from atropos.slots.slot.files import MAX_READ_BYTES
+from atropos.tasks.verifier.texts import folder_texts
 from atropos.tools import ToolCall, ToolExecutor, ToolResult
 
 Value = TypeVar("Value")
@@ -132,8 +135,9 @@ class ToolContext(HookCalls):
         *,
         limit: contextlib.AbstractAsyncContextManager[None] | None = None,
         setup: bool = False,
+        texts: HookTexts | None = None,
     ) -> None:
-        super().__init__(executor, trajectory_id, setup=setup)
+        super().__init__(executor, trajectory_id, setup=setup, texts=texts)
         self._loop = asyncio.get_running_loop()
         self._limit = limit or contextlib.nullcontext()
 
@@ -185,6 +189,7 @@ class ToolContext(HookCalls):
         Raises:
             TaskFault: the command failed, and is checked.
         """
+        await self.say(command if workdir is None else f"cd {shlex.quote(workdir)}\n{command}")
         slot = await self._slot()
         result = await slot.exec(command, timeout_s=timeout, workdir=workdir, env=env)
         answer = AwaitableDict(exit_code=result.exit_code, output=result.output)
@@ -226,6 +231,7 @@ class ToolContext(HookCalls):
             VerifierError: it can't be written, in a reward function.
         """
         data = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
+        await self.say(path, data.decode("utf-8", "replace"), paths=[path])
         try:
             if check is not False:
                 await self.take_place(path)
@@ -256,13 +262,15 @@ class ToolContext(HookCalls):
         """
         if not Path(source).exists():
             raise FileNotFoundError(f"there is no local file {source}")
+        places = await asyncio.to_thread(_uploaded, Path(source), path)
+        await self.say(path, *(await asyncio.to_thread(folder_texts, Path(source))), paths=places)
         try:
             if check is not False and Path(source).is_file():
                 await self.take_place(path)
             await (await self._slot()).upload(source, path)
         except SlotFileError as error:
             return self._not_written(f"upload {path}", error, check=check)
-        await self.make_way(await asyncio.to_thread(_uploaded, Path(source), path))
+        await self.make_way(places)
         return AwaitableDict(success=True)
 
     @_either
@@ -362,6 +370,7 @@ class ToolContext(HookCalls):
 
     async def _call(self, name: str, arguments: Mapping[str, object]) -> ToolResult:
         call = ToolCall(name=name, arguments=dict(arguments))
+        await self.say(*texts_of(call), paths=written(call) if name in WRITES else ())
         if name == "write_file":
             for path in written(call):
                 await self.take_place(path)

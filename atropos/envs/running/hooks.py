@@ -17,7 +17,9 @@ from atropos.agent import ExecuteTool, PromptTooLong
 from atropos.aio import Allowance, cancelled_from_outside, first_of
 from atropos.envs.running.metrics import EnvMetrics
 from atropos.envs.running.rollout import HookError, TaskFault, VerifierError
+from atropos.envs.running.verification import HookTexts
 from atropos.errors import ConfigError, InferenceError, SandboxError, code_of
+from atropos.slots import Slot
 from atropos.tasks.verifier.preceding import make_way, preceded
 from atropos.tasks.verifier.surroundings import FOLDERS
 from atropos.tools import ToolCall, ToolExecutor, ToolResult
@@ -50,6 +52,7 @@ class HookCalls:
         executor: runs the calls.
         trajectory_id: whose slot it is.
         setup: whether the workspace is being prepared, so that a call that fails is a fault of the task.
+        texts: what knows of each call of a hook that verifies in a view.
 
     Attributes:
         failure: the first failure of a call, which no hook may turn into a score.
@@ -57,8 +60,11 @@ class HookCalls:
         unanswered: calls that run or were cancelled, as by a timeout of the hook's own.
     """
 
-    def __init__(self, executor: ToolExecutor, trajectory_id: str, *, setup: bool = False) -> None:
+    def __init__(
+        self, executor: ToolExecutor, trajectory_id: str, *, setup: bool = False, texts: HookTexts | None = None
+    ) -> None:
         self._executor = executor
+        self._texts = texts
         self._setup = setup
         self._fault = TaskFault if setup else HookError
         self.trajectory_id = trajectory_id
@@ -109,6 +115,16 @@ class HookCalls:
         if any(place.startswith(f"{folder}/") for folder in folders):
             await slot.exec(["sh", "-c", '[ ! -L "$1" ] || rm -f -- "$1"', "sh", place])
 
+    async def say(self, *texts: str, paths: Sequence[str] = ()) -> None:
+        """Before a call: what it says, and the paths of the hook's own files that it brings; see `HookTexts`."""
+        if self._texts is not None:
+            slot = await self._executor.slot(self.trajectory_id)
+            await self._texts.before(slot, texts, self._places(slot, paths))
+
+    @staticmethod
+    def _places(slot: Slot, paths: Sequence[str]) -> list[str]:
+        return [posixpath.normpath(slot.profile.path(path)) for path in paths]
+
     async def make_way(self, paths: Sequence[str]) -> None:
         """After a verifying hook wrote files beside the agent's: remove what would run in the place of `preceded` ones.
 
@@ -122,7 +138,7 @@ class HookCalls:
             return
         slot = await self._executor.slot(self.trajectory_id)
         # Remembered over all calls: a hook may write a module first, and a package that precedes it later.
-        brought = [posixpath.normpath(slot.profile.path(path)) for path in paths]
+        brought = self._places(slot, paths)
         self._own.update(brought)
         if fault := await make_way(slot, await asyncio.to_thread(preceded, brought, self._own)):
             raise self.own_file_fault(fault)
@@ -156,8 +172,9 @@ class ExecTool(HookCalls):
         run: ExecuteTool,
         *,
         setup: bool = False,
+        texts: HookTexts | None = None,
     ) -> None:
-        super().__init__(executor, trajectory_id, setup=setup)
+        super().__init__(executor, trajectory_id, setup=setup, texts=texts)
         self._run = run
 
     def __call__(self, call: ToolCall, *, check: bool | None = None) -> Coroutine[object, None, ToolResult]:
@@ -185,6 +202,7 @@ class ExecTool(HookCalls):
             mistake = self._executor.mistake_in(call)
             if mistake is not None:
                 raise self._fault(f"exec_tool: {mistake}")
+            await self.say(*texts_of(call), paths=written(call) if call.name in WRITES else ())
             if call.name == "write_file" and check is not False:
                 for path in written(call):
                     await self.take_place(path)
@@ -203,6 +221,12 @@ def written(call: ToolCall) -> list[str]:
     """The file that a call of `WRITES` wrote."""
     path = call.arguments.get("path") if isinstance(call.arguments, dict) else None
     return [path] if isinstance(path, str) else []
+
+
+def texts_of(call: ToolCall) -> list[str]:
+    """What a call says."""
+    values = call.arguments.values() if isinstance(call.arguments, dict) else ()
+    return [value for value in values if isinstance(value, str)]
 
 
 def failed_call(call: ToolCall, result: ToolResult) -> str:

@@ -16,8 +16,12 @@ MAX_PLACES = 256
 _ELSEWHERE = ("/usr", "/bin", "/sbin", "/lib", "/proc", "/dev", "/sys", "/tests", "/logs", "/solution", "/tmp", "/run")
 """Programs, which links may lead to, and where they lead nowhere anyway."""
 _CUT = r"""
-count, names, others = int(others[0]), set(others[1].split()), others[2:]
+count, names, since, others = int(others[0]), set(others[1].split()), others[2], others[3:]
 outside, own = others[:count], others[count:]
+if since:
+    since = os.stat(since).st_ctime
+    every = {link: end for link, end in every.items() if os.lstat(link).st_ctime <= since}
+    ends = {link: end for link, end in ends.items() if link in every}
 def named(path):
     top = max((each for each in folders if below(path, [each])), key=len)
     return not names.isdisjoint(path[len(top):].split("/"))
@@ -29,15 +33,20 @@ for link, end in ends.items():
 for link, end in every.items():
     if link in ends or "/node_modules/" in link or not below(end, folders) or not os.path.islink(link):
         continue
+    # In a copy of its folder, a relative link may lead to a file of the tests' by the name that it says.
+    text = os.readlink(link)
+    said = text[:1] != "/" and not names.isdisjoint(part for part in text.split("/") if part.strip("."))
     loop, holds = below(link, [end]), any(below(path, [end]) for path in written)
-    if any(below(path, [link]) for path in own) or not loop and (holds or named(link) or named(end)):
+    if any(below(path, [link]) for path in own) or not loop and (holds or said or named(link) or named(end)):
         by_name = {} if loop else files(end)
         if by_name is not None:
             replace(link, end, by_name, copy)
 """
 
 
-async def cut_links(slot: Slot, folders: Sequence[str], places: Sequence[str], own: Sequence[str], names: str) -> None:
+async def cut_links(
+    slot: Slot, folders: Sequence[str], places: Sequence[str], own: Sequence[str], names: str, since: str = ""
+) -> None:
     """Replace links in folders with copies; for a view or a slot of the verifier's own.
 
     Args:
@@ -47,6 +56,7 @@ async def cut_links(slot: Slot, folders: Sequence[str], places: Sequence[str], o
         own: files in these that the tests write, of which nobody speaks to the agent.
         names: other names that the tests know and nobody speaks of: a link with one in its path, or in that of what it
             leads to, may be where they write.
+        since: a path; links that are younger stay.
 
     Raises:
         VerifierFailed: there is no room.
@@ -56,6 +66,6 @@ async def cut_links(slot: Slot, folders: Sequence[str], places: Sequence[str], o
     outside = sorted(path for path in places if not f"{path}/".startswith(tops))[:MAX_PLACES]
     if not folders or not (outside or own or names):
         return
-    done = await with_links(slot, _CUT, folders, (str(len(outside)), names, *outside, *own[:MAX_PLACES]))
+    done = await with_links(slot, _CUT, folders, (str(len(outside)), names, since, *outside, *own[:MAX_PLACES]))
     if done.exit_code != 0:
         raise VerifierFailed(f"links to what tests write can't be replaced: {done.output[-300:].strip()}")

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import posixpath
-import re
 import tarfile
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from atropos.errors import NotSupported
@@ -17,42 +15,20 @@ from atropos.slots import Slot
 from atropos.slots.slot.profile import PLAIN
 from atropos.slots.slot.results import ExecResult
 from atropos.tasks.builder.accounts import profile_of
-from atropos.tasks.errors import TaskBroken, VerifierFailed
+from atropos.tasks.errors import TaskBroken
 from atropos.tasks.format.config import Collect
 from atropos.tasks.format.service import MAIN
 from atropos.tasks.format.task import Task
 from atropos.tasks.verifier.artifacts import Carried, put_down, taken_along
-from atropos.tasks.verifier.elsewhere import PACKAGES, bring
+from atropos.tasks.verifier.disarming import Reading, disarm, understand
+from atropos.tasks.verifier.elsewhere import bring
 from atropos.tasks.verifier.home import home_of, may_be_shown, put_aside, put_back
-from atropos.tasks.verifier.links import cut_links
 from atropos.tasks.verifier.mode import Mode
-from atropos.tasks.verifier.preceding import RULES, make_way
-from atropos.tasks.verifier.repositories import take_out
 from atropos.tasks.verifier.services import Keep, end_processes, wait_for_young
-from atropos.tasks.verifier.surroundings import (
-    MAX_PROGRAM_FOLDERS,
-    Surroundings,
-    Wishes,
-    image_variables,
-    program_folders,
-)
-from atropos.tasks.verifier.texts import (
-    TaskTexts,
-    is_spoken_of,
-    makes_links,
-    named_folders,
-    read_texts,
-    renames_across,
-    unspoken_names,
-    venvs_of_tests,
-    written,
-)
-from atropos.tasks.verifier.venvs import remove_venvs, venvs_made
+from atropos.tasks.verifier.surroundings import Surroundings, image_variables, program_folders
+from atropos.tasks.verifier.texts import TaskTexts, read_texts
 
 _log = logging.getLogger(__name__)
-_CHANGES_ALL = re.compile(r"\bch(?:mod|own|grp)\s+(?:-\S+\s+)*(?:-\w*R|--recursive)")
-"""Commands after which all files were changed at the same time, so that it doesn't tell the agent's modules from the
-tests' any more."""
 MAX_READ = 32
 """Tasks of which it is remembered what their texts say: trajectories of one group are judged at about the same time."""
 
@@ -106,7 +82,7 @@ async def _carry_all(slot: Slot, judged: Task, carried: Carried) -> Surroundings
         await slot.settle()  # what tests write into one file is then not in the others
     await put_back(slot, folders, programs)
     surroundings = replace(surroundings, programs=programs, home=home if inside else None)
-    return await _disarm(slot, surroundings, read, links=_has_links(carried))
+    return await disarm(slot, surroundings, read, links=_has_links(carried))
 
 
 async def _open_view(slot: Slot, task: Task, keep: Keep) -> Surroundings:
@@ -140,87 +116,21 @@ async def _open_view(slot: Slot, task: Task, keep: Keep) -> Surroundings:
     surroundings = Surroundings((*shown.folders, *others), shown.programs, wishes=read.wishes)
     if home is not None and surroundings.holds(home):
         surroundings = replace(surroundings, home=home)
-    return await _disarm(slot, surroundings, read, links=links)
+    return await disarm(slot, surroundings, read, links=links)
 
 
 def _has_links(carried: Carried) -> bool:
     return any(artifact is not None and tarfile.SYMTYPE in artifact.kinds for _, artifact in carried)
 
 
-async def _disarm(slot: Slot, surroundings: Surroundings, read: _Reading, *, links: bool) -> Surroundings:
-    """Take away what tests would run, read or write of the agent's in the place of their own.
-
-    Args:
-        slot: where they will run.
-        surroundings: what the agent wrote.
-        read: what their texts say.
-        links: whether the agent's folders have any that are followed.
-    """
-    wishes = surroundings.wishes
-    # In this order: what is removed need not be looked through, and git is asked before links are replaced.
-    await remove_venvs(slot, [path for path in read.venvs if surroundings.holds(path)])
-    take = partial(
-        take_out, slot, surroundings.folders, wishes.repositories, links=not wishes.links, clones=wishes.clones
-    )
-    if wishes.repositories and surroundings.folders and await take():
-        wishes = wishes.where_links_lead_out()
-    # Not the folders themselves: they are mounts, or where the tests start.
-    own = [path for path in read.written if surroundings.holds(path) and path not in surroundings.folders]
-    if links:
-        own, names = ((), "") if wishes.links else (own, read.names)
-        await cut_links(slot, surroundings.folders, wishes.places, own, names)
-    if reason := await make_way(slot, [path for path in read.preceded if surroundings.holds(path)]):
-        raise VerifierFailed(reason)
-    return replace(surroundings, wishes=wishes)
-
-
-@dataclass(frozen=True)
-class _Reading:
-    """What a task's texts and variables say of its view: the arguments of `Slot.view`, and what is wanted.
-
-    Attributes:
-        venvs: virtual environments that tests make.
-        written: files that they write and nobody speaks of to the agent.
-        names: names that they know and nobody speaks of.
-        preceded: files that they write, of which what the agent has beside them may take the place.
-    """
-
-    optional: tuple[str, ...]
-    programs: tuple[str, ...]
-    as_layer: bool
-    wishes: Wishes
-    venvs: tuple[str, ...]
-    written: tuple[str, ...]
-    names: str
-    preceded: tuple[str, ...]
-
-
-def _read(task: Task, folders: Sequence[str]) -> _Reading:
-    variables = tuple(image_variables(task).items())
-    return _understood(read_texts(task), task.recipe.workdir, tuple(folders), variables)
+def _read(task: Task, folders: Sequence[str]) -> Reading:
+    programs = program_folders(image_variables(task))
+    return _understood(read_texts(task), task.recipe.workdir, tuple(folders), programs)
 
 
 @functools.lru_cache(maxsize=MAX_READ)
-def _understood(
-    texts: TaskTexts, workdir: str, folders: tuple[str, ...], variables: tuple[tuple[str, str], ...]
-) -> _Reading:
-    venvs, files = venvs_made(texts, workdir), written(texts, workdir)
-    unspoken = [path for path in files if not is_spoken_of(path, workdir, texts.asked)]
-    rules = () if RULES[0] in texts.whole else RULES
-    alike = any(_CHANGES_ALL.search(test) for test in texts.tests)
-    preceded = [path for path in files if posixpath.basename(path) in rules]
-    preceded += [path for path in unspoken if alike and path.endswith(".py")]
-    programs = (*venvs, *venvs_of_tests(texts, workdir), *program_folders(dict(variables)))
-    return _Reading(
-        optional=(PACKAGES, *named_folders(texts.whole)),
-        programs=programs[:MAX_PROGRAM_FOLDERS],
-        as_layer=renames_across(texts.tests, folders) or makes_links(texts.tests, folders),
-        wishes=Wishes.of(texts),
-        venvs=venvs,
-        written=tuple(unspoken),
-        names=unspoken_names(texts),
-        preceded=tuple(preceded),
-    )
+def _understood(texts: TaskTexts, workdir: str, folders: tuple[str, ...], programs: tuple[str, ...]) -> Reading:
+    return understand(texts, workdir, folders, programs)
 
 
 async def _home(slot: Slot, task: Task) -> str | None:

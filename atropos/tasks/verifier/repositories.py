@@ -31,7 +31,7 @@ _PROGRAMS = {
     ),
     r"credential\..*": r"credential",
     r"include(if\..*)?\.path": r"\bincludeif\b|include\.path",
-    r"submodule\..*\.update": r"submodule\.\S*update",
+    r"submodule\..*\.update": r"submodule\.\S{,100}update",
     r"url\..*\.(push)?insteadof": r"insteadof",
     _WORK_TREE: r"\bwork-?_?tree",
     r"(tar|trailer|browser|man|sendemail|gc|imap)\..*(command|cmd|path|hook|tunnel)": (

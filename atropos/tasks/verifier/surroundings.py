@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from atropos.slot_python import SLOT_PYTHON, VERIFIER_PYTHON
 from atropos.slots import Slot
-from atropos.slots.slot.profile import PLAIN, Profile
+from atropos.slots.slot.profile import PLAIN, WORKSPACE, Profile
 from atropos.tasks.builder.transfer import exec_plain
 from atropos.tasks.errors import VerifierFailed
 from atropos.tasks.format.recipe import PATH
@@ -23,7 +23,7 @@ from atropos.tasks.format.task import Task
 from atropos.tasks.verifier.elsewhere import PACKAGES
 from atropos.tasks.verifier.home import home_of, is_tool, move_in
 from atropos.tasks.verifier.repositories import named_programs, take_out
-from atropos.tasks.verifier.texts import TaskTexts, paths_in
+from atropos.tasks.verifier.texts import TaskTexts, paths_in, without_paths
 from atropos.wire import VIEW_HOME, ViewInfo
 
 LIBRARIES = (
@@ -70,14 +70,15 @@ _GIT = {
 }
 """Settings by which git runs no program of the agent's and makes no links, each unless this is spoken of."""
 _MODULE, _OWN_MODULE = re.compile(r"\b(\w{1,64})(?:\.py\b|/)"), re.compile(r"\b(\w+)\.py\b|/(\w+)/")
+_ADDRESS = re.compile(r"\b\w{1,20}://\S+")
 MAX_MODULES = 1000
 """Most module names passed to a verifier's programs."""
 MAX_PROGRAM_FOLDERS = 64
 """Most folders of programs that a view is asked for."""
 _RUNS_GIT = re.compile(r"\bgit\b")
-_CLONES = re.compile(r"\bgit\b[^\n;|&]*\b(?:clone(?:_from)?|submodule)\b")
-_PATCHES = re.compile(r"\bgit\b[^\n;|&]*\b(?:apply|am)\b")
-_INSTALLS = re.compile(r"\b(?:npm|pnpm|yarn)\s+(?:-\S+\s+)*(?:ci|i|install|add)\b")
+_CLONES = re.compile(r"\bgit\b[^\n;|&]{,300}\b(?:clone(?:_from)?|submodule)\b")
+_PATCHES = re.compile(r"\bgit\b[^\n;|&]{,300}\b(?:apply|am)\b")
+_INSTALLS = re.compile(r"\b(?:npm|pnpm|yarn)\s+(?:-\S+\s+){,20}(?:ci|i|install|add)\b")
 
 
 @dataclass(frozen=True)
@@ -103,13 +104,13 @@ class Wishes:
     clones: bool = False
 
     @classmethod
-    def of(cls, texts: TaskTexts) -> Wishes:
-        """Those that texts show."""
+    def of(cls, texts: TaskTexts, workdir: str = WORKSPACE) -> Wishes:
+        """Those that texts show; `workdir` is where the agent's modules are."""
         spoken = frozenset(key for key, (_, word) in _GIT.items() if re.search(word, texts.whole))
         patches = any(_PATCHES.search(test) for test in texts.tests)
         return cls(
             spoken if patches else spoken | {_SYMLINKS},
-            tuple(_modules(texts.whole)),
+            tuple(_modules(texts, workdir)),
             any(_INSTALLS.search(test) for test in texts.tests),
             named_programs(texts.whole) if any(_RUNS_GIT.search(test) for test in texts.tests) else "",
             tuple({posixpath.normpath(path) for test in texts.tests for path in paths_in(test)}),
@@ -117,13 +118,23 @@ class Wishes:
             any(_CLONES.search(test) for test in texts.tests),
         )
 
+    @property
+    def refuses_links(self) -> bool:
+        """Whether git makes no links."""
+        return _SYMLINKS not in self.git
+
     def where_links_lead_out(self) -> Wishes:
         """Those beside a repository that has links which lead out of it: git makes none, unless they are spoken of."""
         return self if self.links else replace(self, git=self.git - {_SYMLINKS})
 
 
-def _modules(text: str) -> list[str]:
-    """Names of Python files and folders in a text; standard modules only if it can't mean a choice, as `json/yaml`."""
+def _modules(texts: TaskTexts, workdir: str) -> list[str]:
+    """Names of Python files and folders in texts; standard modules only if it can't mean a choice, as `json/yaml`.
+
+    What tests have elsewhere, or name in an address, is none of the agent's.
+    """
+    inside = [without_paths(text, workdir) for text in texts.tests]
+    text = _ADDRESS.sub(" ", "\n".join([texts.asked, *inside]))
     named = set(_MODULE.findall(text)) - sys.stdlib_module_names
     own = {name for names in _OWN_MODULE.findall(text) for name in names} & sys.stdlib_module_names
     return sorted(name for name in named | own if name.isidentifier())[:MAX_MODULES]
@@ -300,18 +311,22 @@ def notes(task: Task) -> list[str]:
 
 def _defaults(surroundings: Surroundings) -> dict[str, str]:
     """Variables that keep usual programs from running what lies in the agent's folders."""
-    settings = [key for key in _GIT if key not in surroundings.wishes.git]
-    env = {f"GIT_CONFIG_KEY_{number}": key for number, key in enumerate(settings)}
-    env |= {f"GIT_CONFIG_VALUE_{number}": _GIT[key][0] for number, key in enumerate(settings)}
     return {
-        **env,
-        "GIT_CONFIG_COUNT": str(len(settings)),
+        **git_settings(surroundings.wishes),
         FOLDERS: ":".join(surroundings.folders),
         "ATROPOS_BEGAN": BEGAN,
         "ATROPOS_PROGRAMS": ":".join(surroundings.programs),
         "ATROPOS_MODULES": ":".join(surroundings.wishes.modules),
         "ATROPOS_PACKAGES": PACKAGES if PACKAGES in surroundings.folders else "",
     }
+
+
+def git_settings(wishes: Wishes) -> dict[str, str]:
+    """Variables by which git runs no program of the agent's."""
+    settings = [key for key in _GIT if key not in wishes.git]
+    env = {f"GIT_CONFIG_KEY_{number}": key for number, key in enumerate(settings)}
+    env |= {f"GIT_CONFIG_VALUE_{number}": _GIT[key][0] for number, key in enumerate(settings)}
+    return {**env, "GIT_CONFIG_COUNT": str(len(settings))}
 
 
 def _named(name: str, value: str) -> Iterator[str]:

@@ -28,7 +28,7 @@ _RENAMES = re.compile(
 """Calls and commands that fail between two file systems, to the end of the line; `mv` and `shutil.move` copy there."""
 _LINKS = re.compile(
     r"\b(?:uv\s+(?:run|sync|add|init|venv[ \t]*(?=[\n;&|)]|$))"
-    r"|(?:npm|pnpm|yarn)\s+(?:-\S+\s+)*(?:ci|i|install|add)|symlink(?:_to|Sync)?)(?!\w)"
+    r"|(?:npm|pnpm|yarn)\s+(?:-\S+\s+){,20}(?:ci|i|install|add)|symlink(?:_to|Sync)?)(?!\w)"
     r"|(?:\bln\s+-\w*s\w*|\s-m\s+venv|\bvirtualenv|\buv\s+venv)\b([^\n;&|)]*)"
 )
 """Calls and commands that make links, as to a venv's Python; with the words after one whose last is their place."""
@@ -41,6 +41,8 @@ _WRITES = re.compile(
 )
 """Commands and calls that write a file, with its path where that is written out."""
 _COPIES = re.compile(r"(?:^|[;&|(]|\b(?:then|do|else|sudo)\b)[ \t]*(?:cp|mv|install)\b([^\n;&|)]*)", re.MULTILINE)
+_MAKES = re.compile(r"(?:\b(?:mkdir|makedirs|venv|clone|target|prefix)\b|>)[^\n;&|]{,300}")
+"""Commands that make a folder, with the words after them."""
 _MOVES = re.compile(r"\b(?:cd|pushd)[ \t]+[\"']?([\w./-]{1,300})")
 _WHOLE_PATH = re.compile(r"(?<![\w.$}/-])/[\w.-][\w./-]*")
 _NAME = re.compile(r"[\w.-]+")
@@ -81,14 +83,31 @@ def read_texts(task: Task) -> TaskTexts:
     return TaskTexts("\n".join([task.instruction, *(text for _, text in solution_texts(task))]), tests, tuple(names))
 
 
+def folder_texts(path: Path) -> list[str]:
+    """The files of a folder, or a file."""
+    return [_text(file) for file in _files(path)]
+
+
 def paths_in(text: str) -> list[str]:
     """Absolute paths in a text."""
     return _WHOLE_PATH.findall(text)
 
 
+def without_paths(text: str, folder: str) -> str:
+    """A text without the absolute paths in it that aren't in a folder."""
+    top = f"{folder.rstrip('/')}/"
+    return _WHOLE_PATH.sub(lambda match: match[0] if f"{match[0]}/".startswith(top) else " ", text)
+
+
 def named_folders(text: str) -> list[str]:
     """Folders at the top, as `/data`, that a text may name."""
     return sorted({f"/{name}" for name in _TOP.findall(text)})[:MAX_NAMED]
+
+
+def folders_made(texts: TaskTexts) -> set[str]:
+    """Folders at the top that tests make, and nobody speaks of to the agent."""
+    made = {f"/{name}" for text in texts.tests for match in _MAKES.findall(text) for name in _TOP.findall(match)}
+    return made - {f"/{name}" for name in _TOP.findall(texts.asked)}
 
 
 def venvs_of_tests(texts: TaskTexts, workdir: str) -> list[str]:
@@ -100,21 +119,39 @@ def venvs_of_tests(texts: TaskTexts, workdir: str) -> list[str]:
     return sorted(path for path in own if not f"{path}/".startswith("/usr/"))
 
 
-def written(texts: TaskTexts, workdir: str) -> list[str]:
-    """Files that tests write, as far as their texts say so; a relative name is looked at in each folder they enter."""
-    paths: set[str] = set()
+class Written(NamedTuple):
+    """Paths that tests write to; `files` are those of them that can't be meant as folders."""
+
+    paths: tuple[str, ...]
+    files: tuple[str, ...]
+
+
+def written(texts: TaskTexts, workdir: str) -> Written:
+    """What tests write, as far as their texts say so; a relative name is looked at in each folder they enter."""
+    paths: dict[str, bool] = {}
     for text in texts.tests:
-        names = {name for match in _WRITES.findall(text) for name in match if name}
-        for match in _COPIES.findall(text):
-            *sources, target = [word.strip("\"'") for word in match.split() if not word.startswith("-")] or [""]
-            copies = {
-                name for source in sources for name in (posixpath.basename(source), *_copies(source, texts.names))
-            }
-            names |= {target, *(posixpath.join(target, name) for name in copies)}
         # Where a script is at each line is not followed: each folder that it enters anywhere counts.
         folders = [posixpath.join(workdir, name) for name in ("", *_MOVES.findall(text))]
-        paths |= {posixpath.normpath(posixpath.join(folder, name)) for folder in folders for name in names}
-    return sorted(paths)[:MAX_WRITTEN]
+        for name, is_file in _names_written(text, texts.names):
+            for folder in folders:
+                path = posixpath.normpath(posixpath.join(folder, name))
+                paths[path] = is_file or paths.get(path, False)
+    chosen = sorted(paths)[:MAX_WRITTEN]
+    return Written(tuple(chosen), tuple(path for path in chosen if paths[path]))
+
+
+def _names_written(text: str, names: Sequence[str]) -> Iterator[tuple[str, bool]]:
+    """Names as a text has them, and whether they are surely of files."""
+    for *files, moved, last in _WRITES.findall(text):
+        yield from ((name, True) for name in (*files, last) if name)
+        if moved:
+            yield moved, False
+    for match in _COPIES.findall(text):
+        *sources, target = [word.strip("\"'") for word in match.split() if not word.startswith("-")] or [""]
+        yield target, False
+        for source in sources:
+            yield posixpath.join(target, posixpath.basename(source)), False
+            yield from ((posixpath.join(target, name), True) for name in _copies(source, names))
 
 
 def _copies(source: str, names: Iterable[str]) -> Iterator[str]:
