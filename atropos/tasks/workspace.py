@@ -28,7 +28,7 @@ from atropos.tasks.format.service import ServiceVolume
 from atropos.tasks.format.task import Task
 from atropos.tasks.verifier.judging import judge
 from atropos.tasks.verifier.layers import VerifierLayers
-from atropos.tasks.verifier.mode import Mode, choose
+from atropos.tasks.verifier.mode import Mode, choose, waits_for_files
 from atropos.tasks.verifier.place import place
 from atropos.tasks.verifier.reward import Verdict
 from atropos.tasks.verifier.services import Keep
@@ -197,7 +197,10 @@ async def verify(
 
 def _kept(task: Task) -> Keep:
     keep = task.config.verifier.keep_processes
-    return keep if isinstance(keep, str) else "all" if keep else "none"
+    if isinstance(keep, str):
+        # Those that wait at a pipe listen on no socket.
+        return "all" if waits_for_files(task) else keep
+    return "all" if keep else "none"
 
 
 async def check_room(task: Task, machines: Sequence[Slot]) -> None:

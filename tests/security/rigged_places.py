@@ -22,6 +22,7 @@ PLACES = {
         },
         image=AS_A_USER,
     ),
+    "what a user has closed": RiggedTask("cd /workspace; cmp -s d/answer /tests/expected && : > d/more", {}, image=AS_A_USER, work="mkdir d; echo 42 > d/answer; chmod 400 d/answer; chmod 700 d ."),
     "modules of Node": RiggedTask(
         "cd /workspace; printf 'exports.ok = require(\"fs\").readFileSync(\"answer\", \"utf8\") == \"42\\\\n\"' > helper.js; printf 'process.exit(require(\"./helper\").ok ? 0 : 1)' > main.js; node main.js",
         {"a file without the ending": "echo 'exports.ok = true' > helper"},

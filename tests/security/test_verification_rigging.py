@@ -210,6 +210,16 @@ async def test_honest_work_still_scores(pool, task, name):
     assert await reward(pool, task, "echo 42 > answer", "shared", RIGS[name]) == 1
 
 
+async def test_programs_at_a_pipe_stay(pool, task, tmp_path):
+    folder = tmp_path / "task"
+    shutil.copytree(task.path, folder)
+    test = "echo 21 > /workspace/in; until [ -s /workspace/out ]; do sleep 0.1; done; cmp -s /workspace/out /tests/expected"
+    (folder / "tests" / "test.sh").write_text(f"if {test}; then echo 1; else echo 0; fi > /logs/verifier/reward.txt\n")
+    work = "mkfifo in; (while read n < in; do echo $((n * 2)) > out; done >/dev/null 2>&1 &)"
+    (folder / "solution" / "solve.sh").write_text(work)
+    assert await reward(pool, load_task(folder), work, "task") == 1
+
+
 @pytest.mark.parametrize(("mode", "artifacts"), [("view", ["/data/out"]), ("separate", ["/data", "/data/out"])])
 async def test_linked_artifact_nowhere(pool, task, tmp_path, mode, artifacts):
     folder = tmp_path / "task"

@@ -60,6 +60,12 @@ class Choice:
     reason: str
 
 
+def waits_for_files(task: Task) -> str:
+    """What shows that a solution leaves programs which wait for files, and not at a socket; empty: nothing does."""
+    matches = ((name, _LIVE.search(text)) for name, text in solution_texts(task))
+    return next((f"{name} has `{match[0]}`" for name, match in matches if match), "")
+
+
 def choose(task: Task, wanted: Literal["task"] | Mode = "task") -> Choice:
     """Where a task's tests run; `wanted`: what the operator says.
 
@@ -84,9 +90,9 @@ def choose(task: Task, wanted: Literal["task"] | Mode = "task") -> Choice:
     if task.recipe.workdir in _SYSTEM:
         return Choice("shared", f"its working folder is {task.recipe.workdir}")
     shown = (task.recipe.workdir, *(artifact.source for artifact in task.artifacts))
+    if live := waits_for_files(task):
+        return Choice("shared", f"{live}, and its programs don't see what a view writes")
     for name, text in solution_texts(task):
-        if match := _LIVE.search(text):
-            return Choice("shared", f"{name} has `{match[0]}`, and its programs don't see what a view writes")
         for match in _MACHINE.finditer(text):
             word = match[0]
             inside = any(word == folder or word.startswith(f"{folder.rstrip('/')}/") for folder in shown)

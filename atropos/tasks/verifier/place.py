@@ -15,6 +15,7 @@ from atropos.slots import Slot
 from atropos.slots.slot.profile import PLAIN
 from atropos.slots.slot.results import ExecResult
 from atropos.tasks.builder.accounts import profile_of
+from atropos.tasks.builder.transfer import exec_plain
 from atropos.tasks.errors import TaskBroken
 from atropos.tasks.format.config import Collect
 from atropos.tasks.format.service import MAIN
@@ -73,11 +74,17 @@ async def _carry_all(slot: Slot, judged: Task, carried: Carried) -> Surroundings
     """Put the artifacts into a fresh slot; its home and programs stay as they are."""
     read = await asyncio.to_thread(_read, judged, tuple(path for path, _ in carried))
     surroundings = Surroundings(tuple(path for path, _ in carried), wishes=read.wishes)
-    home = home_of(await profile_of(slot, judged, judged.verifier_settings))
+    profile = await profile_of(slot, judged, judged.verifier_settings)
+    home = home_of(profile)
     folders = [path for path in read.programs if surroundings.holds(path) and path not in surroundings.folders]
     inside = surroundings.holds(home)
     programs = await put_aside(slot, home if inside else None, folders) if inside or folders else ()
     await put_down(slot, carried)
+    paths = [path for path, artifact in carried if artifact is not None]
+    if profile.user is not None and paths:
+        # They are root's by now, and some may be closed to all but their owner.
+        owner = f"{profile.user.uid}:{profile.user.gid}"
+        await exec_plain(slot, ("chown", "-Rh", owner, *paths))
     if any(artifact is not None and artifact.has_hard_links for _, artifact in carried):
         await slot.settle()  # what tests write into one file is then not in the others
     await put_back(slot, folders, programs)
