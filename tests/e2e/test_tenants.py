@@ -147,31 +147,35 @@ async def test_keys_change_live(tmp_path: Path):
         await until(lambda: pool.stats().leased == 0, "what the removed key had has ended")
 
 
-@pytest.mark.parametrize(
-    ("quota", "what"),
-    [
-        ({"slots": 1}, "slots: 1 of 1"),
-        ({"memory_mib": 1500}, "memory_mib: 1024 of 1500"),
-        ({"disk_mib": 600}, "disk_mib: 512 of 600"),
-        ({"cpu": 1.5, "limits": {"cpu_quota": 1}}, "cpu: 1 of 1.5"),
-    ],
-)
-async def test_a_used_up_quota_is_named(tmp_path: Path, quota: Any, what: str):
-    async with serving(tmp_path, {"alice": key(ALICE, **quota), "bob": key(BOB)}, acquire_s=20) as world:
-        status, heads, _ = await ask(world.app, ALICE, "POST", "/trajectories", {})
-        assert status == 201
-        status, _, content = await ask(world.app, ALICE, "POST", "/trajectories", {})
-        assert (status, json.loads(content)["code"]) == (429, "quota")
-        assert what in json.loads(content)["message"]
-        status, _, content = await ask(world.app, ALICE, "POST", "/e2b/sandboxes", {"templateID": "base"})
-        assert status == 429
-        assert what in json.loads(content)["message"]
-        report = await get(world, ALICE, "/usage")
-        assert what in [f"{each['quota']}: {each['used']:g} of {each['most']:g}" for each in report["quotas"]]
-        assert (await ask(world.app, BOB, "POST", "/trajectories", {}))[0] == 201
-        assert (await get(world, BOB, "/usage"))["quotas"] == []
-        await ask(world.app, ALICE, "DELETE", heads["location"])
-        assert (await ask(world.app, ALICE, "POST", "/e2b/sandboxes", {"templateID": "base"}))[0] == 201
+async def test_a_used_up_quota_is_named(tmp_path: Path):
+    quotas = {
+        "slots: 1 of 1": {"slots": 1},
+        "memory_mib: 1024 of 1500": {"memory_mib": 1500},
+        "disk_mib: 512 of 600": {"disk_mib": 600},
+        "cpu: 1 of 1.5": {"cpu": 1.5, "limits": {"cpu_quota": 1}},
+    }
+    owners = {f"{ALICE}{number}": what for number, what in enumerate(quotas)}
+    keys = {f"alice{number}": key(who, **quotas[what]) for number, (who, what) in enumerate(owners.items())}
+    async with serving(tmp_path, {**keys, "bob": key(BOB)}, acquire_s=20) as world:
+        for who, what in owners.items():
+            status, heads, _ = await ask(world.app, who, "POST", "/trajectories", {})
+            assert status == 201
+            status, _, content = await ask(world.app, who, "POST", "/trajectories", {})
+            assert (status, json.loads(content)["code"]) == (429, "quota")
+            assert what in json.loads(content)["message"]
+            status, _, content = await ask(world.app, who, "POST", "/e2b/sandboxes", {"templateID": "base"})
+            assert status == 429
+            assert what in json.loads(content)["message"]
+            report = await get(world, who, "/usage")
+            assert what in [f"{each['quota']}: {each['used']:g} of {each['most']:g}" for each in report["quotas"]]
+            status, others, _ = await ask(world.app, BOB, "POST", "/trajectories", {})
+            assert status == 201
+            assert (await get(world, BOB, "/usage"))["quotas"] == []
+            await ask(world.app, who, "DELETE", heads["location"])
+            status, _, content = await ask(world.app, who, "POST", "/e2b/sandboxes", {"templateID": "base"})
+            assert status == 201
+            await ask(world.app, who, "DELETE", f"/e2b/sandboxes/{json.loads(content)['sandboxID']}")
+            await ask(world.app, BOB, "DELETE", others["location"])
 
 
 async def test_bodies_count_by_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
