@@ -280,6 +280,40 @@ async def test_refusals_are_audited(tmp_path: Path):
         ]
 
 
+@pytest.mark.parametrize(("target", "how"), [("", "killed"), ("/pause", "paused")])
+async def test_what_is_done_in_a_sandbox_is_audited(tmp_path: Path, target: str, how: str):
+    """Files that went in and out, and a command that its sandbox's end cut short."""
+    async with serving(tmp_path, {"alice": key(ALICE)}, acquire_s=20) as world:
+        one = (await world.alice("POST", "/e2b/sandboxes", {"templateID": "base"}))["sandboxID"]
+        inside = [("e2b-sandbox-id", one)]
+
+        async def do(method: str, target: str, body: object, kind: str = "application/json") -> int:
+            heads = [*inside, ("content-type", kind)]
+            return (await ask(world.app, ALICE, method, f"/e2b{target}", body, headers=heads))[0]
+
+        assert await do("POST", "/files?path=a", b"secret", "application/octet-stream") == 200
+        assert await do("GET", "/files?path=a", None) == 200
+        assert await do("GET", "/files?path=none", None) == 404
+        assert await do("POST", "/filesystem.Filesystem/Stat", {"path": "a"}) == 200
+        assert await do("POST", "/filesystem.Filesystem/Move", {"source": "a", "destination": "b"}) == 200
+        message = json.dumps({"process": {"cmd": "sleep", "args": ["1000"]}}).encode()
+        started = b"\0" + len(message).to_bytes(4) + message
+        running = asyncio.create_task(do("POST", "/process.Process/Start", started, "application/connect+json"))
+        sandbox = next(iter(world.app.state.tenants.all())).sandboxes.find(one)
+        await until(lambda: sandbox.commands, "the command runs")
+        await ask(world.app, ALICE, "POST" if target else "DELETE", f"/e2b/sandboxes/{one}{target}", {})
+        await running
+        lines = [json.loads(line) for line in world.audit_file.read_text().splitlines()]
+        assert [(line["event"], line.get("tool"), line.get("outcome")) for line in lines[1:6]] == [
+            ("file", "write", "ok"),
+            ("file", "read", "ok"),
+            ("file", "read", "error"),
+            ("file", "move", "ok"),
+            ("command", None, how),
+        ]
+        assert lines[6]["event"] == ("sandbox.pause" if target else "sandbox.end")
+
+
 async def test_a_lost_pause_is_audited(tmp_path: Path):
     async with serving(tmp_path, {"alice": key(ALICE)}, acquire_s=20) as world:
         paused = (await world.alice("POST", "/e2b/sandboxes", {"templateID": "base"}))["sandboxID"]

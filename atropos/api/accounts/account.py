@@ -16,7 +16,7 @@ from atropos.errors import code_of
 from atropos.slots import EgressSecret, Share
 
 _log = logging.getLogger(__name__)
-FREQUENT = frozenset({"call", "command"})
+FREQUENT = frozenset({"call", "command", "file"})
 """Events that the audit log has, and the server's log has not."""
 
 

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import binascii
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from http import HTTPStatus
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -46,12 +47,18 @@ _STREAMS: dict[str, tuple[type[messages.ConnectMessage], Callable[..., AsyncGene
     "filesystem.Filesystem/WatchDir": (messages.Watch, watching.watch_dir, True),
 }
 """Calls that are answered with a stream."""
+_AUDITED = {
+    "filesystem.Filesystem/MakeDir": "make_dir",
+    "filesystem.Filesystem/Move": "move",
+    "filesystem.Filesystem/Remove": "remove",
+}
+"""Calls of `_UNARY` that the audit log has, by their names there: commands have an event of their own, and looks have none."""
 
 
-def _inside(path: str, handler: _Handler, method: str = "POST") -> Route:
+def _inside(path: str, handler: _Handler, method: str = "POST", *, audited: str | None = None) -> Route:
     """A route of the sandbox that the header `E2b-Sandbox-Id` names, or the access token.
 
-    In old versions the SDK's `connect` by an id sends the token alone.
+    In old versions the SDK's `connect` by an id sends the token alone. `audited`: what the audit log calls it.
     """
 
     async def answered(request: Request) -> Response:
@@ -61,7 +68,17 @@ def _inside(path: str, handler: _Handler, method: str = "POST") -> Route:
             sandbox = await sandboxes_of(request).awake(sandbox_id)
         except SandboxError as error:
             return problem(503, str(error), retry=True)
-        return gone(sandbox_id) if sandbox is None else await handler(request, sandbox)
+        if sandbox is None:
+            return gone(sandbox_id)
+        if audited is None:
+            return await handler(request, sandbox)
+        outcome = "cancelled"
+        try:
+            response = await handler(request, sandbox)
+            outcome = "ok" if response.status_code < HTTPStatus.BAD_REQUEST else "error"
+            return response
+        finally:
+            sandbox.account.note("file", sandbox.id, tool=audited, outcome=outcome)
 
     return Route(path, answered, methods=[method])
 
@@ -125,9 +142,9 @@ async def _stream_input(request: Request, sandbox: E2bSandbox) -> Response:
 
 ROUTES = [
     _inside("/health", _health, "GET"),
-    _inside("/files", transfers.download, "GET"),
-    _inside("/files", transfers.upload),
-    *(_inside(f"/{name}", _unary(*how)) for name, how in _UNARY.items()),
+    _inside("/files", transfers.download, "GET", audited="read"),
+    _inside("/files", transfers.upload, audited="write"),
+    *(_inside(f"/{name}", _unary(*how), audited=_AUDITED.get(name)) for name, how in _UNARY.items()),
     *(_inside(f"/{name}", _streamed(*how)) for name, how in _STREAMS.items()),
     _inside("/process.Process/StreamInput", _stream_input),
 ]

@@ -109,12 +109,18 @@ class E2bSandbox:
     """Of its servers' ports; they end with the slot."""
     forwarding: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
 
-    def forget(self, command: E2bCommand) -> None:
-        """A command has ended."""
+    def forget(self, command: E2bCommand, how: str | None = None) -> None:
+        """A command has ended, by itself or as `how` says."""
         if self.commands.pop(command.process.pid, None) is not None:
-            self.account.note("command", self.id, pid=command.process.pid, outcome=command.process.exit_code)
+            self.account.note("command", self.id, pid=command.process.pid, outcome=how or command.process.exit_code)
         if command.killing is not None:
             command.killing.cancel()
+
+    def stop(self, how: str) -> None:
+        """End what goes on in it, since its slot is given back: its commands too have ended as `how` says."""
+        self.tasks.stop()
+        for command in list(self.commands.values()):
+            self.forget(command, how)
 
     @property
     def state(self) -> Literal["running", "paused"]:

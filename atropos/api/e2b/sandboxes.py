@@ -260,8 +260,8 @@ class Sandboxes:
         self.account.share.check_snapshot(stays=False)
         if self._open.pop(sandbox.id, None) is None:  # ended meanwhile
             return
+        sandbox.stop("paused")
         self.account.note("sandbox.pause", sandbox.id)
-        sandbox.tasks.stop()
         self._paused[sandbox.id] = sandbox
         sandbox.frozen = self._freezes.spawn(self._freeze(sandbox), sandbox.id, awaited=True)
         await asyncio.shield(sandbox.frozen)
@@ -324,7 +324,7 @@ class Sandboxes:
                     return
         sandbox = self._open.pop(sandbox_id, None)
         if sandbox is not None:
-            sandbox.tasks.stop()
+            sandbox.stop(how)
             self.account.note("sandbox.end", sandbox_id, image=sandbox.template, outcome=how)
             await sandbox.slot.release()
 
