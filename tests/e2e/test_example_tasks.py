@@ -187,6 +187,14 @@ def test_each_example_is_there():
     assert {len(each) for each in MISTAKES.values()} == {5}
 
 
+def test_separate_verifiers_have_the_work_in_harbor_too():
+    """Which carries nothing but what `artifacts` names."""
+    configs = [load_task(path.parent).config for path in EXAMPLES.parent.glob("*/*/task.toml")]
+    separate = [each for each in configs if each.verifier.environment_mode == "separate"]
+    assert separate
+    assert all(each.artifacts for each in separate)
+
+
 @pytest.fixture(scope="module")
 def room():
     """As many at once as this machine is quick with."""
