@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,9 +12,9 @@ from typing import Annotated, Literal, TypeVar, cast
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
-from pydantic_core import ErrorDetails
 
 from atropos.errors import ConfigError
+from atropos.wire.base import one_line
 
 Port = Annotated[int, Field(ge=0, le=65_535, description="0: any free one, which the first line names")]
 
@@ -176,15 +177,8 @@ def parse_settings(model: type[Settings], values: Mapping[str, object], what: st
 
 
 def wrong_settings(error: ValidationError) -> str:
-    """Each wrong setting, and why."""
-    return "; ".join(
-        f"{'.'.join(map(str, each['loc']))}: {_reason(each)}".removeprefix(": ") for each in error.errors()
-    )
-
-
-def _reason(error: ErrorDetails) -> str:
-    """What is wrong, without the value, which may hold a secret."""
-    return "no such setting" if error["type"] == "extra_forbidden" else error["msg"].removeprefix("Value error, ")
+    """Each wrong setting of a file, and why, without the value, which may hold a secret."""
+    return re.sub(r"a valid dictionary( or instance of \w+)?", "a table of settings", one_line(error, shown=False))
 
 
 def search_from_environment() -> SearchSettings | None:

@@ -131,19 +131,23 @@ class Tenants:
     async def reload(self) -> None:
         """Follow the keys file until cancelled: a key that is gone is refused at once, and what it had ends.
 
-        A file that is missing or wrong changes nothing, and is an error in the log.
+        A file that is missing or wrong changes nothing, and is an error in the log. It is read again until it is
+        right, since a secret's file may come after the keys file that names it.
         """
+        wrong = ""
         while True:
             await asyncio.sleep(RELOAD_S)
             now = self._state_of_files()
             if now == self._seen:
                 continue
-            self._seen = now
             try:
                 self._adopt(self._read())
             except ConfigError as error:
-                _log.error("the keys stay as they were: %s", error)
+                if str(error) != wrong:
+                    wrong = str(error)
+                    _log.error("the keys stay as they were: %s", wrong)
             else:
+                self._seen, wrong = now, ""
                 _log.info("%s: %d keys", self._file, len(self._keys))
 
     # -------------------------------------------------------------------------------------------------------- doors

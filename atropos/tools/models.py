@@ -13,6 +13,7 @@ from pydantic_core import to_jsonable_python
 
 from atropos.tools.arguments import FrozenModel, has_lone_surrogate, replace_surrogates, too_deep
 from atropos.wire import Limit
+from atropos.wire.base import MadeByUsers
 
 _FRAMING = re.compile(r"<(?=[|\uff5c]|/?tool_(?:call|response))")
 """The start of a tag that frames calls or results, or of a chat template's special token.
@@ -42,8 +43,11 @@ def fingerprint(name: str, arguments: dict[str, object] | str) -> bytes:
     return hashlib.sha256(json.dumps([name, arguments], sort_keys=True, default=repr).encode()).digest()
 
 
-class ToolCall(FrozenModel):
+class ToolCall(MadeByUsers, FrozenModel):
     """One call that a model asked for.
+
+    Raises:
+        ConfigError: a field is of another type.
 
     Attributes:
         name: the tool's name as the model wrote it; it need not exist.

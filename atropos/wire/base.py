@@ -73,6 +73,7 @@ def one_line(error: ValidationError, space: str = "", *, shown: bool = True) -> 
     for item in error.errors(include_url=False):
         where = ".".join([*filter(None, [space]), *map(str, item["loc"])])
         text = item["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+        text = text.replace("a valid tuple", "a list")
         if item["type"] == "extra_forbidden":
             text = "no such setting"
         elif item["loc"] and item["type"] != "missing":

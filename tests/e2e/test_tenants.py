@@ -280,6 +280,18 @@ async def test_refusals_are_audited(tmp_path: Path):
         ]
 
 
+async def test_a_secret_may_come_after_its_key(tmp_path: Path):
+    async with serving(tmp_path, {"alice": key(ALICE)}, acquire_s=20) as world:
+        await get(world, ALICE, "/tools")
+        secrets = {"git": {"hosts": ["git.example"], "file": str(tmp_path / "later")}}
+        world.keys_file.write_text(json.dumps({"alice": key(ALICE, secrets=secrets)}))
+        await asyncio.sleep(2)  # it is found wrong meanwhile
+        (tenant,) = world.app.state.tenants.all()
+        assert not tenant.account.share.secrets
+        (tmp_path / "later").write_text("a-secret-of-gits")
+        await until(lambda: tenant.account.share.secrets, "the key has its secret")
+
+
 @pytest.mark.parametrize(("target", "how"), [("", "killed"), ("/pause", "paused")])
 async def test_what_is_done_in_a_sandbox_is_audited(tmp_path: Path, target: str, how: str):
     """Files that went in and out, and a command that its sandbox's end cut short."""

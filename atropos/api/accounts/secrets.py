@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from pydantic import Field, ValidationError
+from pydantic import Field, SecretStr
 
-from atropos.api.settings import SettingsModel, wrong_settings
+from atropos.api.settings import SettingsModel
 from atropos.errors import ConfigError
 from atropos.wire import EgressSecret
 
@@ -28,15 +28,13 @@ class SecretSettings(SettingsModel):
         """The secret, as its file has it now.
 
         Raises:
-            ValueError: it is none.
+            ConfigError: it is none.
             OSError: the file can't be read.
         """
         value = Path(self.file).read_text(encoding="ascii").strip()
         if self.username is not None:
             return EgressSecret.basic(self.hosts, self.username, value, tls=self.tls)
-        return EgressSecret.model_validate(
-            {"hosts": self.hosts, "value": self.prefix + value, "header": self.header, "tls": self.tls}
-        )
+        return EgressSecret(hosts=self.hosts, value=SecretStr(self.prefix + value), header=self.header, tls=self.tls)
 
 
 def read_secrets(secrets: Mapping[str, SecretSettings], what: str) -> tuple[EgressSecret, ...]:
@@ -54,6 +52,6 @@ def read_secrets(secrets: Mapping[str, SecretSettings], what: str) -> tuple[Egre
             raise ConfigError(f"{where}: {each.file} has more than ASCII") from None
         except OSError as error:
             raise ConfigError(f"{where}.file: {each.file}: {error.strerror}") from None
-        except ValidationError as error:
-            raise ConfigError(f"{where}: {wrong_settings(error)}") from None
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
     return tuple(parsed)

@@ -52,7 +52,7 @@ _AUDITED = {
     "filesystem.Filesystem/Move": "move",
     "filesystem.Filesystem/Remove": "remove",
 }
-"""Calls of `_UNARY` that the audit log has, by their names there: commands have an event of their own, and looks have none."""
+"""Calls of `_UNARY` that the audit log has, by their names there; commands have an event of their own, looks none."""
 
 
 def _inside(path: str, handler: _Handler, method: str = "POST", *, audited: str | None = None) -> Route:

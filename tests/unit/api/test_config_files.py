@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from atropos.api.accounts.keys import read_keys
+from atropos.api.accounts.secrets import SecretSettings, read_secrets
 from atropos.api.executor.models import ExecutorServerSettings
 from atropos.api.settings import parse_settings, read_file
 from atropos.errors import ConfigError
@@ -32,6 +35,30 @@ def test_a_file_that_is_none_is_one_line(tmp_path: Path, name: str, text: str) -
     with pytest.raises(ConfigError, match=f"^--config: .*{name}: .+") as caught:
         read_file(tmp_path / name)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (None, "alice: input should be a table of settings"),
+        ({"slots": "many"}, "alice.slots: input should be a valid integer"),
+        ({"sha256": 5}, "alice.sha256: input should be a list"),
+        ({"limits": 7}, "alice.limits: input should be a table of settings"),
+        ({"secrets": {"git": "x"}}, "alice.secrets.git: input should be a table of settings"),
+        ({"secrets": {"git": {"hosts": "x", "file": "x"}}}, "alice.secrets.git.hosts: input should be a list"),
+    ],
+)
+def test_a_wrong_key_is_named_with_the_cure(tmp_path: Path, settings: object, said: str) -> None:
+    (tmp_path / "keys.json").write_text(json.dumps({"alice": settings}))
+    with pytest.raises(ConfigError, match=rf"^keys_file: \S+keys.json: {said}"):
+        read_keys(tmp_path / "keys.json")
+
+
+def test_a_wrong_secret_is_named(tmp_path: Path) -> None:
+    (tmp_path / "short").write_text("b")
+    secrets = {"git": SecretSettings(hosts=("x.example",), file=str(tmp_path / "short"), username="a")}
+    with pytest.raises(ConfigError, match=r"^alice\.secrets\.git: value: at least 8 characters"):
+        read_secrets(secrets, "alice")
 
 
 @pytest.mark.parametrize("proxy", ["proxy.example.org", "10.0.0.5/8", "*"])

@@ -28,7 +28,7 @@ from atropos.wire.base import one_line
         ({"limits": {"pids": 1}}, r"limits\.pids"),
         ({"limits": {"pids": 5_000_000}}, r"limits\.pids: .*less than or equal to 4194304"),
         ({"limits": {"cpu_quota": float("inf")}}, r"limits\.cpu_quota: .*finite"),
-        ({"ssh_hosts": 5}, "ssh_hosts: .*valid tuple"),
+        ({"ssh_hosts": 5}, "ssh_hosts: .*a list"),
         ({"ssh_hosts": ["a", None]}, r"ssh_hosts\.1: .*valid string"),
         ({"limits": {"output_bytes": 17_000_000}}, r"limits\.output_bytes.*less than or equal to 16000000"),
         ({"acquire_timeout_s": 0}, "acquire_timeout_s"),

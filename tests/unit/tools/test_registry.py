@@ -350,3 +350,12 @@ def test_distributions_name_them():
 
     for one in DISTRIBUTIONS.values():
         assert set(one.probabilities) <= set(TOOLSETS)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [({}, "name: Field required"), ({"name": 3}, r"name: input should be a valid string \(got 3\)")],
+)
+def test_a_wrong_call_is_a_config_error(fields: dict, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{said}$"):
+        ToolCall(**fields)
