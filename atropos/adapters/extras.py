@@ -14,7 +14,7 @@ NO_EXTRA = {
     "openai-agents": "openai-agents>=0.24",
     "openhands-sdk": "openhands-sdk>=1.58",
     "pydantic-ai": "pydantic-ai-slim>=2.62",
-    "tinker-cookbook": "tinker-cookbook>=0.6.1",
+    "tinker-cookbook": "tinker-cookbook[modal]>=0.6.1",
 }
 """What hosts are installed as that no extra brings: whoever has an agent in them has them already."""
 

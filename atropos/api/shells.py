@@ -105,7 +105,9 @@ class Shells:
             return owners[0]
         if not owners:
             raise Refusal(
-                404, "not_found", f"nothing that is open has the id {subject[:200]!r}; `atropos top` lists all"
+                404,
+                "not_found",
+                f"nothing that is open has the id {subject[:200]!r}; `atropos top URL` lists all to admins",
             )
         names = ", ".join(f"{tenant.account.name}/{name}" for tenant, _ in owners)
         raise Refusal(409, "ambiguous", f"several are called so; write one of {names}")

@@ -28,7 +28,10 @@ _END = b"\x04"
 
 def shell(
     slot: Annotated[
-        str, typer.Argument(metavar="ID", help="A trajectory or sandbox, or KEY/ID; `atropos top URL` lists all.")
+        str,
+        typer.Argument(
+            metavar="ID", help="A trajectory or sandbox, or KEY/ID; an admin's `atropos top URL` lists all."
+        ),
     ],
     url: Annotated[str, typer.Option(help="The executor server.")] = "http://127.0.0.1:8461",
     token: Annotated[
