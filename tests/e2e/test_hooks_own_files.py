@@ -140,6 +140,17 @@ async def test_what_one_wrote_stays(left):
     assert (await hook.terminal("make -s"))["output"].strip() == "GNUmakefile"
 
 
+async def test_a_young_server_is_awaited(executor):
+    slot = await executor.slot("young")
+    try:
+        await slot.exec("(sleep 2; exec python3 -m http.server 8123) >/dev/null 2>&1 &")
+        texts = await verification.begin(executor, "young", AgentEnvConfig(tokenizer_name="none"), "Serve on 8123.")
+        asked = "import urllib.request as u; u.urlopen('http://localhost:8123/').read()"
+        assert (await Hermes(executor, "young", texts=texts).terminal(f'python3 -c "{asked}"'))["exit_code"] == 0
+    finally:
+        await executor.release_trajectory("young")
+
+
 @pytest.mark.parametrize("kind", [Agent, Hermes])
 async def test_its_own_links_are_followed(executor, kind):
     slot = await executor.slot("links")

@@ -19,6 +19,7 @@ from atropos.tasks.verifier.disarming import disarm, understand
 from atropos.tasks.verifier.elsewhere import PACKAGES, bring
 from atropos.tasks.verifier.home import home_of, may_be_shown
 from atropos.tasks.verifier.preceding import preceded
+from atropos.tasks.verifier.services import wait_for_young
 from atropos.tasks.verifier.surroundings import (
     BEGAN,
     Surroundings,
@@ -120,7 +121,10 @@ async def begin(executor: ToolExecutor, trajectory_id: str, config: SandboxEnvCo
     slot = await executor.slot(trajectory_id)
     programs = program_folders(slot.profile.env)
     # Before the view is made: what lies elsewhere must be in a folder that it shows.
-    await bring(slot, config.verifier_folders, programs)
+    looked = await bring(slot, config.verifier_folders, programs)
+    # A server that the agent has just started may not listen yet.
+    if looked.company:
+        await wait_for_young(slot, trajectory_id)
     optional = [*named_folders(prompt), PACKAGES]
     home = home_of(slot.profile)
     shown = await executor.view(

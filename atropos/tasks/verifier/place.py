@@ -102,7 +102,7 @@ async def _open_view(slot: Slot, task: Task, keep: Keep) -> Surroundings:
     looked = await bring(slot, (workdir, *others), read.programs)
     # A server that the agent has just started may not listen yet.
     if looked.company and keep != "none":
-        await wait_for_young(slot, task)
+        await wait_for_young(slot, task.name)
     home = await _home(slot, task)
     empty = () if looked.company else looked.empty
     async with taken_along([(slot, path, ()) for path in others], empty) as carried:

@@ -130,11 +130,14 @@ async def end_processes(slot: Slot, task: Task, keep: Keep) -> bool:
     return False
 
 
-async def wait_for_young(slot: Slot, task: Task) -> None:
-    """Give what was started in the agent's last moment the time to listen, before a view is opened."""
+async def wait_for_young(slot: Slot, name: str) -> None:
+    """Give what was started in the agent's last moment the time to listen, before a view is opened.
+
+    The log says `name`.
+    """
     done = await exec_plain(slot, _command("wait"), timeout_s=PLAIN_S + YOUNG_S)
     if done.exit_code != 0:
-        _log.warning("%s: no server is waited for: %s", task.name, done.output[-200:].strip())
+        _log.warning("%s: no server is waited for: %s", name, done.output[-200:].strip())
 
 
 async def end_tests(slot: Slot, task: Task, since: int | None) -> None:
