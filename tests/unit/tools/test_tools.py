@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from typing import get_args
+from unittest.mock import AsyncMock
 
 import pytest
 from pydantic import ValidationError
@@ -15,6 +16,7 @@ from pydantic import ValidationError
 from atropos import wire
 from atropos.slots.slot.profile import Profile, UserAccount
 from atropos.tools import ToolCall, ToolExecutor, ToolExecutorConfig, ToolLimits, build_tool_registry
+from atropos.tools.sandboxed import search
 from atropos.tools.sandboxed.diffs import apply
 from atropos.tools.sandboxed.files import split_lines
 from atropos.tools.sandboxed.search import NESTED
@@ -426,6 +428,7 @@ class TestSearch:
             return wire.SearchResult(matches=tuple(wire.Match(path=path, line=0, text="") for path in paths), files=2)
 
         monkeypatch.setattr(slot, "run", searched)
+        monkeypatch.setattr(search, "_ripgrep", AsyncMock(return_value=None))  # the machine may have it
         assert (await use("search_files", pattern="")).output == "src/a.py\n[1 file]"
 
     async def test_repository_below(self, use, root):
