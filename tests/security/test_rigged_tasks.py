@@ -28,7 +28,7 @@ from tests.security.rigged_tasks import SURROUNDINGS
 from tests.security.test_verification_rigging import CHECK, reward
 
 __all__ = ["no_server_is_awaited"]
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]  # some 200 verdicts each
 
 TASKS = SURROUNDINGS | PROGRAMS | MACHINES | FILES | PLACES
 ALL = TASKS | {"packages of its own": OWN_PACKAGES}
