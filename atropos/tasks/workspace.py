@@ -28,7 +28,7 @@ from atropos.tasks.format.service import ServiceVolume
 from atropos.tasks.format.task import Task
 from atropos.tasks.verifier.judging import judge
 from atropos.tasks.verifier.layers import VerifierLayers
-from atropos.tasks.verifier.mode import Mode, choose, waits_for_files
+from atropos.tasks.verifier.mode import Mode, choose, leaves_programs
 from atropos.tasks.verifier.place import place
 from atropos.tasks.verifier.reward import Verdict
 from atropos.tasks.verifier.services import Keep
@@ -198,8 +198,8 @@ async def verify(
 def _kept(task: Task) -> Keep:
     keep = task.config.verifier.keep_processes
     if isinstance(keep, str):
-        # Those that wait at a pipe listen on no socket.
-        return "all" if waits_for_files(task) else keep
+        # Those that wait at a pipe, or for an hour of the day, listen on no socket.
+        return "all" if leaves_programs(task) else keep
     return "all" if keep else "none"
 
 

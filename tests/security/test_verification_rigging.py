@@ -210,14 +210,37 @@ async def test_honest_work_still_scores(pool, task, name):
     assert await reward(pool, task, "echo 42 > answer", "shared", RIGS[name]) == 1
 
 
-async def test_programs_at_a_pipe_stay(pool, task, tmp_path):
+DOUBLES = "(while read n < in; do echo $((n * 2)) > out; done >/dev/null 2>&1 &)"
+FAMILY = """import os, socket, time
+os.mkfifo('in')
+if os.fork() == 0:
+    while True:
+        number = int(open('in').read())
+        open('out', 'w').write(f'{2 * number}\\n')
+if os.fork() == 0:
+    server = socket.create_server(('127.0.0.1', 8024))
+    time.sleep(1000)
+time.sleep(1000)
+"""
+STAYING = {
+    "at a pipe": (f"mkfifo in; {DOUBLES}", f"mkfifo in; {DOUBLES}"),
+    "left by the solution": ("nohup true", f"mkfifo in; {DOUBLES}"),
+    "of a server's family": ("echo 42 > out", f'python3 -c "{FAMILY}" >/dev/null 2>&1 & sleep 1'),
+}
+"""Of programs that listen on no socket: what the solution does, and what the agent does."""
+
+
+@pytest.mark.parametrize("which", STAYING)
+async def test_programs_stay(pool, task, tmp_path, which):
     folder = tmp_path / "task"
     shutil.copytree(task.path, folder)
     test = "echo 21 > /workspace/in; until [ -s /workspace/out ]; do sleep 0.1; done; cmp -s /workspace/out /tests/expected"
-    (folder / "tests" / "test.sh").write_text(f"if {test}; then echo 1; else echo 0; fi > /logs/verifier/reward.txt\n")
-    work = "mkfifo in; (while read n < in; do echo $((n * 2)) > out; done >/dev/null 2>&1 &)"
-    (folder / "solution" / "solve.sh").write_text(work)
-    assert await reward(pool, load_task(folder), work, "task") == 1
+    (folder / "tests" / "test.sh").write_text(
+        f"if timeout 60 sh -c '{test}'; then echo 1; else echo 0; fi > /logs/verifier/reward.txt\n"
+    )
+    solution, work = STAYING[which]
+    (folder / "solution" / "solve.sh").write_text(solution)
+    assert await reward(pool, load_task(folder), work, "shared") == 1
 
 
 @pytest.mark.parametrize(("mode", "artifacts"), [("view", ["/data/out"]), ("separate", ["/data", "/data/out"])])

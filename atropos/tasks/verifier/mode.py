@@ -31,6 +31,12 @@ _MACHINE = re.compile(
 )
 _LIVE = re.compile(r"\bmkfifo\b|\binotify\w*|\bfswatch\b|\bincron\w*|\bchokidar\b|\bwatchdog\.(?:observers|events)\b")
 """Of solutions: programs that wait for what tests write to a file, which reaches none from a view."""
+_LEFT = re.compile(
+    r"(?<![&|>])&[ \t]*(?:\)|$)|\b(?:nohup|setsid|disown|crond?|crontab|atd|celery|supervisord|systemctl)\b"
+    r"|\bservice\s+[\w.@-]+\s+(?:re)?start\b|/etc/init\.d/[\w.@-]+\s+(?:re)?start\b",
+    re.MULTILINE,
+)
+"""Of solutions: programs that go on when it has ended, and of which some may listen on no socket."""
 _SYSTEM = {"/", "/usr", "/usr/local", "/etc", "/bin", "/sbin", "/lib", "/lib64", "/opt", "/var"}
 """Folders of which a verifier's own programs and settings are a part."""
 _PROGRAM = re.compile(r"/(?:usr/)?(?:local/)?s?bin/[\w.-]+$")
@@ -64,6 +70,11 @@ def waits_for_files(task: Task) -> str:
     """What shows that a solution leaves programs which wait for files, and not at a socket; empty: nothing does."""
     matches = ((name, _LIVE.search(text)) for name, text in solution_texts(task))
     return next((f"{name} has `{match[0]}`" for name, match in matches if match), "")
+
+
+def leaves_programs(task: Task) -> bool:
+    """Whether a solution leaves programs running."""
+    return any(pattern.search(text) for _, text in solution_texts(task) for pattern in (_LIVE, _LEFT))
 
 
 def choose(task: Task, wanted: Literal["task"] | Mode = "task") -> Choice:

@@ -1,8 +1,8 @@
 """Ends what an agent left running before its work is judged, except servers; and what its tests left.
 
 A task may ask for a server, and its tests then talk to it. So by default processes that listen on a socket stay, with
-their children and the shell of the terminal that they run on; everything else ends. A hostile agent can listen as well:
-`environment_mode = "separate"` is for that.
+those that started them, the children of all these, and the shell of the terminal that they run on; everything else
+ends. A hostile agent can listen as well: `environment_mode = "separate"` is for that.
 
 A server that was started in the agent's last moment does not listen yet. So what is younger than `YOUNG_S` is given the
 time to, up to that age.
@@ -75,6 +75,9 @@ def look():
         survivors = {pid for pid, (*_, started) in tree.items() if started < since} - spared
     else:
         survivors = {pid for pid in tree if pid not in spared and holds(pid, sockets)}
+        for pid in list(survivors):  # a server may be one of several programs that another one has started
+            while (pid := tree[pid][0]) in tree and pid not in spared and tree[pid][1] != pid:  # no terminal's shell
+                survivors.add(pid)
     while more := {pid for pid, (parent, *_) in tree.items() if parent in survivors and pid not in survivors}:
         survivors |= more
     survivors |= {tree[pid][1] for pid in survivors} & set(tree) - spared  # whose end would hang up a terminal
@@ -119,6 +122,7 @@ async def end_processes(slot: Slot, task: Task, keep: Keep) -> bool:
         SandboxError: the infrastructure failed.
     """
     if keep == "all":
+        await wait_for_young(slot, task.name)
         return True
     if keep == "services":
         counts = await _counted(slot, task)
@@ -131,10 +135,7 @@ async def end_processes(slot: Slot, task: Task, keep: Keep) -> bool:
 
 
 async def wait_for_young(slot: Slot, name: str) -> None:
-    """Give what was started in the agent's last moment the time to listen, before a view is opened.
-
-    The log says `name`.
-    """
+    """Give what was started in the agent's last moment the time to listen. The log says `name`."""
     done = await exec_plain(slot, _command("wait"), timeout_s=PLAIN_S + YOUNG_S)
     if done.exit_code != 0:
         _log.warning("%s: no server is waited for: %s", name, done.output[-200:].strip())
