@@ -228,11 +228,11 @@ def _with_bytecode(get_code):
     Python's own code alone looks at the setting here: what writes files by itself, as pytest does, finds it as it was.
     """
 
-    def get_kept_code(self, name):
+    def get_kept_code(self, fullname):
         folder, setting = os.path.dirname(self.path), sys.dont_write_bytecode
         sys.dont_write_bytecode = _is_in(folder, _packages) or _is_the_agents(folder)
         try:
-            return get_code(self, name)
+            return get_code(self, fullname)
         finally:
             sys.dont_write_bytecode = setting
 
