@@ -8,7 +8,7 @@ trap 'rm -rf "$folder"' EXIT
 cd "$folder"
 python3 -m venv venv
 venv/bin/pip install -q --no-deps skyrl-gym==0.4.0 verl==0.9.1
-venv/bin/pip install -q numpy==2.4.6 pandas==3.1.1 requests==2.34.2
+venv/bin/pip install -q --no-warn-conflicts numpy==2.4.6 pandas==3.1.1 requests==2.34.2
 cat >check.py <<'PYTHON'
 import glob
 import sys

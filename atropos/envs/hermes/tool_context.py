@@ -26,7 +26,7 @@ from typing import Any, NoReturn, TypeVar
 from atropos import wire
 from atropos.archives import WholeTar
 from atropos.envs.hermes.bridge import in_bridge, wait
-from atropos.envs.running.hooks import TAIL_CHARS, WRITES, HookCalls, failed_call, texts_of, written
+from atropos.envs.running.hooks import TAIL_CHARS, WRITES, HookCalls, failed_call, written
 from atropos.envs.running.rollout import TaskFault
 from atropos.envs.running.verification import HookTexts
 from atropos.errors import SandboxError
@@ -231,7 +231,7 @@ class ToolContext(HookCalls):
             VerifierError: it can't be written, in a reward function.
         """
         data = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
-        await self.say(path, data.decode("utf-8", "replace"), paths=[path])
+        await self.say(path, data, paths=[path])
         try:
             if check is not False:
                 await self.take_place(path)
@@ -263,7 +263,8 @@ class ToolContext(HookCalls):
         if not Path(source).exists():
             raise FileNotFoundError(f"there is no local file {source}")
         places = await asyncio.to_thread(_uploaded, Path(source), path)
-        await self.say(path, *(await asyncio.to_thread(folder_texts, Path(source))), paths=places)
+        texts = await asyncio.to_thread(folder_texts, Path(source)) if self.is_read else ()
+        await self.say(path, *texts, paths=places)
         try:
             if check is not False and Path(source).is_file():
                 await self.take_place(path)
@@ -370,7 +371,7 @@ class ToolContext(HookCalls):
 
     async def _call(self, name: str, arguments: Mapping[str, object]) -> ToolResult:
         call = ToolCall(name=name, arguments=dict(arguments))
-        await self.say(*texts_of(call), paths=written(call) if name in WRITES else ())
+        await self.say_call(call)
         if name == "write_file":
             for path in written(call):
                 await self.take_place(path)

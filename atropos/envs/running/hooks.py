@@ -115,11 +115,21 @@ class HookCalls:
         if any(place.startswith(f"{folder}/") for folder in folders):
             await slot.exec(["sh", "-c", '[ ! -L "$1" ] || rm -f -- "$1"', "sh", place])
 
-    async def say(self, *texts: str, paths: Sequence[str] = ()) -> None:
+    @property
+    def is_read(self) -> bool:
+        """Whether it matters what calls say."""
+        return self._texts is not None
+
+    async def say(self, *texts: str | bytes, paths: Sequence[str] = ()) -> None:
         """Before a call: what it says, and the paths of the hook's own files that it brings; see `HookTexts`."""
         if self._texts is not None:
             slot = await self._executor.slot(self.trajectory_id)
-            await self._texts.before(slot, texts, self._places(slot, paths))
+            read = [text if isinstance(text, str) else text.decode("utf-8", "replace") for text in texts]
+            await self._texts.before(slot, read, self._places(slot, paths))
+
+    async def say_call(self, call: ToolCall) -> None:
+        """`say` what a call of a tool says."""
+        await self.say(*texts_of(call), paths=written(call) if call.name in WRITES else ())
 
     @staticmethod
     def _places(slot: Slot, paths: Sequence[str]) -> list[str]:
@@ -202,7 +212,7 @@ class ExecTool(HookCalls):
             mistake = self._executor.mistake_in(call)
             if mistake is not None:
                 raise self._fault(f"exec_tool: {mistake}")
-            await self.say(*texts_of(call), paths=written(call) if call.name in WRITES else ())
+            await self.say_call(call)
             if call.name == "write_file" and check is not False:
                 for path in written(call):
                     await self.take_place(path)

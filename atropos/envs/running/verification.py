@@ -28,7 +28,7 @@ from atropos.tasks.verifier.surroundings import (
     hook_profile,
     program_folders,
 )
-from atropos.tasks.verifier.texts import TaskTexts, named_folders, written
+from atropos.tasks.verifier.texts import TaskTexts, named_folders
 from atropos.tools import ToolExecutor
 from atropos.wire import ViewInfo
 
@@ -71,7 +71,7 @@ class HookTexts:
         self._said = [*self._said, *(text for text in texts if len(text) <= MAX_KEPT_CHARS)][-MAX_KEPT_TEXTS:]
         workdir, folders = slot.profile.workdir, self._shown.folders
         read = await asyncio.to_thread(understand, said, workdir, folders, ())
-        self._own.update(written(said, workdir).paths)
+        self._own.update(read.paths)
         # What earlier calls made is the hook's own by now.
         venvs, files = (tuple(path for path in paths if path not in self._past) for paths in (read.venvs, read.files))
         self._past.update(venvs, files)

@@ -39,8 +39,9 @@ class Reading:
 
     Attributes:
         venvs: virtual environments that tests make.
-        written: what they write and nobody speaks of to the agent.
-        files: those of it that are files.
+        paths: what they write.
+        written: what of it nobody speaks of to the agent.
+        files: those of these that are files.
         names: names that they know and nobody speaks of.
         preceded: files that they write, of which what the agent has beside them may take the place.
     """
@@ -50,6 +51,7 @@ class Reading:
     as_layer: bool
     wishes: Wishes
     venvs: tuple[str, ...]
+    paths: tuple[str, ...]
     written: tuple[str, ...]
     files: tuple[str, ...]
     names: str
@@ -77,6 +79,7 @@ def understand(texts: TaskTexts, workdir: str, folders: Sequence[str], programs:
         as_layer=renames_across(texts.tests, folders) or makes_links(texts.tests, folders),
         wishes=Wishes.of(texts, workdir),
         venvs=venvs,
+        paths=paths,
         written=tuple(unspoken),
         files=tuple(sorted({*files}.intersection(unspoken))),
         names=unspoken_names(texts),

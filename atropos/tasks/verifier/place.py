@@ -27,11 +27,12 @@ from atropos.tasks.verifier.home import home_of, may_be_shown, put_aside, put_ba
 from atropos.tasks.verifier.mode import Mode
 from atropos.tasks.verifier.services import Keep, end_processes, wait_for_young
 from atropos.tasks.verifier.surroundings import Surroundings, image_variables, program_folders
-from atropos.tasks.verifier.texts import TaskTexts, read_texts
+from atropos.tasks.verifier.texts import read_texts
 
 _log = logging.getLogger(__name__)
 MAX_READ = 32
 """Tasks of which it is remembered what their texts say: trajectories of one group are judged at about the same time."""
+_understood = functools.lru_cache(maxsize=MAX_READ)(understand)
 
 
 async def place(
@@ -133,11 +134,6 @@ def _has_links(carried: Carried) -> bool:
 def _read(task: Task, folders: Sequence[str]) -> Reading:
     programs = program_folders(image_variables(task))
     return _understood(read_texts(task), task.recipe.workdir, tuple(folders), programs)
-
-
-@functools.lru_cache(maxsize=MAX_READ)
-def _understood(texts: TaskTexts, workdir: str, folders: tuple[str, ...], programs: tuple[str, ...]) -> Reading:
-    return understand(texts, workdir, folders, programs)
 
 
 async def _home(slot: Slot, task: Task) -> str | None:
