@@ -127,12 +127,12 @@ class Shells:
         """Whether the keys file, as it is now, lets its opener's key have it."""
         return shell.by in self._tenants.all() and (shell.by is shell.owner or shell.by.account.key.admin)
 
-    async def follow(self, shell_id: str) -> AsyncGenerator[bytes]:
+    async def follow(self, shell_id: str, shell: Shell) -> AsyncGenerator[bytes]:
         """Its output as it comes. Ends with the shell, or its opener's key; who stops listening ends the shell."""
-        shell = self._open[shell_id]
         shell.unfollowed_since = None
         try:
-            while not shell.process.over:
+            # Not only while its program runs: one in a slot that answers nobody is ended, too.
+            while shell_id in self._open and not shell.process.over:
                 output = await shell.process.read(wait_s=RELOAD_S)
                 if not self._permitted(shell):
                     return
@@ -191,9 +191,10 @@ def add_shells(app: FastAPI) -> None:
     )
     async def output(request: Request, shell_id: Id) -> StreamingResponse:
         """What the terminal shows, as it comes, to its end. To close this request is to end the shell."""
-        if shells.get(tenant_of(request), shell_id).unfollowed_since is None:
+        shell = shells.get(tenant_of(request), shell_id)
+        if shell.unfollowed_since is None:
             raise Refusal(409, "followed", "another request follows this shell")
-        return StreamingResponse(shells.follow(shell_id), media_type="application/octet-stream")
+        return StreamingResponse(shells.follow(shell_id, shell), media_type="application/octet-stream")
 
     @app.post("/shells/{shell_id}/input", status_code=204, responses=_ERRORS)
     async def typed(request: Request, shell_id: Id) -> None:

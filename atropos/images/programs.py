@@ -18,11 +18,14 @@ from typing import Any, Self
 import isal
 
 import atropos
+from atropos.aio import done_within
 from atropos.errors import ImageUnavailable
 from atropos.images.manifests import MAX_JSON_BYTES
 
 SAID_BYTES = 4096
 CHUNK_BYTES = 1 << 18
+KILLED_S = 2.0
+"""How long a killed program is waited for."""
 
 
 async def run_module(module: ModuleType, what: str, *arguments: object, folder: Path, deadline_s: float) -> Any:
@@ -194,8 +197,8 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        # Not left as a zombie by a cancellation; it has been killed, so this takes a moment.
-        await asyncio.shield(process.wait())
+        # Not left as a zombie by a cancellation. A call that nothing ends, as syncfs(2) of gigabytes, outlasts the kill.
+        await done_within(asyncio.ensure_future(process.wait()), KILLED_S)
 
 
 def _failure(what: str, folder: Path, code: int, errors: str) -> ImageUnavailable:

@@ -959,6 +959,20 @@ async def test_programs_may_overfill_a_pipe(tmp_path, size):
     assert said == "x" * min(size, MAX_JSON_BYTES)
 
 
+async def test_a_program_that_outlasts_its_kill_holds_up_nobody(tmp_path, monkeypatch):
+    """As `sync` on a disk that has gigabytes to write: the kernel ends it when they are written."""
+    ended = asyncio.subprocess.Process.wait
+
+    async def outlasts(process) -> int:
+        await asyncio.sleep(60)
+        return await ended(process)
+
+    monkeypatch.setattr(asyncio.subprocess.Process, "wait", outlasts)
+    writing = asyncio.ensure_future(run(["sleep", "60"], "writing", folder=tmp_path, deadline_s=60))
+    await asyncio.sleep(0.2)
+    assert await cancel_and_wait([writing], 30)
+
+
 @contextlib.contextmanager
 def small_disk(at: Path) -> Iterator[None]:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "small", str(at)], check=True)
