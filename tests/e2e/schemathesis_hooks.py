@@ -57,7 +57,9 @@ def map_body(context: Any, body: Any) -> Any:
 @schemathesis.hook
 def before_call(context: Any, case: Any, kwargs: Any) -> None:
     if case.operation.path == "/shells/{shell_id}/output":  # which ends with the shell
-        shell = f"{str(case.operation.base_url).rstrip('/')}/shells/{quote(str(case.path_parameters['shell_id']), safe='')}"
+        shell = (
+            f"{str(case.operation.base_url).rstrip('/')}/shells/{quote(str(case.path_parameters['shell_id']), safe='')}"
+        )
         asked = {"headers": {"Authorization": f"Bearer {TOKEN}"}, "timeout": 60}  # as long as the case may take
         threading.Timer(0.3, httpx.delete, [shell], asked).start()
 

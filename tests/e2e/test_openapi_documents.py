@@ -1,6 +1,6 @@
-"""schemathesis over both OpenAPI documents, against real servers: every one of its checks, in 2,000 cases.
+"""schemathesis over both OpenAPI documents, against real servers: every one of its checks, in 1,000 cases.
 
-ATROPOS_FAULTS multiplies the examples an operation (1 in CI; 50 give about 10^5 cases). ATROPOS_API_SEED is what they
+ATROPOS_FAULTS multiplies the examples an operation (1 in CI; 100 give about 10^5 cases). ATROPOS_API_SEED is what they
 are drawn with: the same in each run of CI, so that a change that breaks something is what broke it.
 """
 
@@ -17,7 +17,7 @@ import pytest
 
 from tests.e2e.servers import OWN, TOKEN, Server, running
 
-EXAMPLES = 225 * int(os.environ.get("ATROPOS_FAULTS", "1"))
+EXAMPLES = 100 * int(os.environ.get("ATROPOS_FAULTS", "1"))
 CONFIG = Path(__file__).with_name("schemathesis.toml")
 EXECUTOR = """
 acquire_s = 0.3
@@ -64,7 +64,7 @@ async def schemathesis(server: Server, folder: Path) -> tuple[int, str]:
 async def test_tool_server_schemathesis(tmp_path: Path):
     async with running("tool-server", *OWN) as server:
         cases, said = await schemathesis(server, tmp_path)
-    assert cases >= 750  # how many its stateful phase draws depends on answers
+    assert cases >= 500  # how many its stateful phase draws depends on answers
     assert "6 selected / 6 total" in said
 
 
@@ -74,6 +74,6 @@ async def test_executor_api_schemathesis(tmp_path: Path):
     settings.write_text(EXECUTOR)
     async with running("executor-server", "--config", str(settings)) as server:
         cases, said = await schemathesis(server, tmp_path)
-    assert cases >= 1100
+    assert cases >= 800
     assert "17 selected / 17 total" in said
     assert "Stateful" in said

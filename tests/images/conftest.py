@@ -1,4 +1,4 @@
-"""One registry for all tests of a module."""
+"""One registry for all tests of a module, and stores that are never closed."""
 
 import pytest
 
@@ -12,3 +12,9 @@ def images(tmp_path_factory):
         pytest.skip(f"not installed: {', '.join(MISSING)}")
     with registry(tmp_path_factory.mktemp("registry")) as found:
         yield found
+
+
+@pytest.fixture(autouse=True)
+def _no_sync_at_the_end(monkeypatch):
+    """A loop that is closed while a program of a store starts would wait for ever (CPython 3.11)."""
+    monkeypatch.setattr("atropos.images.layer_store.SYNC_AFTER_S", 3600.0)

@@ -1041,6 +1041,7 @@ async def test_a_power_cut_leaves_no_half_image(tmp_path, images, monkeypatch, m
         else:
             if made_how == "pulled":  # the disk never has it
                 monkeypatch.setattr("atropos.images.layer_store.LayerStore._sync", lambda *_: asyncio.Event().wait())
+            monkeypatch.setattr("atropos.images.layer_store.SYNC_AFTER_S", 0)
             image = await store.prepare(ImageSource.parse(f"{images.host}/power:1"), nothing)
             (size,) = tmp_path.glob("store/layers/*/bytes")
             if made_how != "pulled":

@@ -1,6 +1,7 @@
 """What lies beside an agent's work is run by no verifier in its place, and honest work is scored beside it.
 
-By tests of tasks in each mode, and by the verifying hooks of both envs.
+By tests of tasks in each mode, and by the verifying hooks of both envs. In the default mode all are tried; ATROPOS_FAULTS
+above 1 tries all in the others, too, and not every third.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tests.security.rigged_machines import MACHINES, OWN_PACKAGES
 from tests.security.rigged_places import PLACES
 from tests.security.rigged_programs import PROGRAMS
 from tests.security.rigged_tasks import SURROUNDINGS
-from tests.security.test_verification_rigging import CHECK, reward
+from tests.security.test_verification_rigging import CHECK, reward, some
 
 __all__ = ["no_server_is_awaited"]
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]  # some 200 verdicts each
@@ -73,30 +74,30 @@ async def each(works, judged):
     return dict(zip(works, await asyncio.gather(*(one(*work) for work in works.items())), strict=True))
 
 
-@pytest.fixture(params=["view", "separate"])
-def guarded(request, pool, loaded):
-    """Verification in a mode that no trick gets past."""
-    return lambda name, work: reward(pool, loaded[name], work, request.param)
+def guarded(pool, loaded, mode):
+    """How tests of a task judge work in a mode."""
+    return lambda name, work: reward(pool, loaded[name], work, mode)
 
 
 async def test_there_are_tricks_enough():
     assert len(TRICKS) >= 150
 
 
-async def test_no_trick_raises_a_reward(guarded):
-    found = await each(TRICKS, guarded)
+@pytest.mark.parametrize(
+    ("mode", "tricks"), [("view", TRICKS), ("separate", some(TRICKS, 1))], ids=["view", "separate"]
+)
+async def test_no_trick_raises_a_reward(pool, loaded, mode, tricks):
+    found = await each(tricks, guarded(pool, loaded, mode))
     assert {key: given for key, given in found.items() if given} == {}
 
 
-async def test_honest_work_is_scored(guarded):
-    assert await each(HONEST, guarded) == dict.fromkeys(HONEST, 1)
+@pytest.mark.parametrize(("mode", "works"), [("view", HONEST), ("separate", some(HONEST, 1))], ids=["view", "separate"])
+async def test_honest_work_is_scored(pool, loaded, mode, works):
+    assert await each(works, guarded(pool, loaded, mode)) == dict.fromkeys(works, 1)
 
 
 async def test_packages_serve_own_code(pool, loaded):
-    async def judged(name, work):
-        return await reward(pool, loaded[name], work, "view")
-
-    assert await each(PACKAGES, judged) == dict.fromkeys(PACKAGES, 1)
+    assert await each(PACKAGES, guarded(pool, loaded, "view")) == dict.fromkeys(PACKAGES, 1)
 
 
 async def test_packages_hide_from_tests(pool, loaded):
@@ -107,11 +108,9 @@ async def test_packages_hide_from_tests(pool, loaded):
 async def test_shared_mode_is_open(pool, loaded):
     """That they are tricks at all."""
 
-    async def judged(name, work):
-        return await reward(pool, loaded[name], work, "shared")
-
-    assert await each(HONEST, judged) == dict.fromkeys(HONEST, 1)
-    found = await each(dict(list(TRICKS.items())[::3]), judged)
+    judged, honest = guarded(pool, loaded, "shared"), some(HONEST)
+    assert await each(honest, judged) == dict.fromkeys(honest, 1)
+    found = await each(some(TRICKS), judged)
     assert sum(given == 1 for given in found.values()) > len(found) // 2, found
 
 
@@ -156,10 +155,10 @@ FOR_HOOKS = [name for name, task in TASKS.items() if task.workdir == "/workspace
 
 
 async def test_no_trick_raises_hooks(by_hooks):
-    found = await each({key: work for key, work in TRICKS.items() if key[0] in FOR_HOOKS}, by_hooks)
+    found = await each(some({key: work for key, work in TRICKS.items() if key[0] in FOR_HOOKS}, 2), by_hooks)
     assert {key: given for key, given in found.items() if any(given)} == {}
 
 
 async def test_hooks_score_honest_work(by_hooks):
-    works = PACKAGES | {key: work for key, work in HONEST.items() if key[0] in FOR_HOOKS}
+    works = PACKAGES | some({key: work for key, work in HONEST.items() if key[0] in FOR_HOOKS}, 2)
     assert await each(works, by_hooks) == {key: [True, True] for key in works}

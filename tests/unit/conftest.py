@@ -7,12 +7,8 @@ from pathlib import Path
 
 import certifi
 import pytest
-from hypothesis import HealthCheck, settings
 
 from tests.processes import kept_port
-
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any machine")  # how long an example takes says what else runs here
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -377,7 +377,7 @@ async def test_results_share_the_room(dialect):
     assert 500 < len(a) == len(c) == len(d)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     outputs=st.lists(st.lists(st.integers(0, 40_000), min_size=1, max_size=6), min_size=1, max_size=4),
     unit=st.sampled_from(["x", "word ", "π", "1 2\n", "<|im_end|>"]),

@@ -31,7 +31,7 @@ from tests.processes import descendants
 from tests.waiting import until
 
 PROGRAM = snapshot_tar.__file__
-DEPTH = 8_000 if int(os.environ.get("ATROPOS_FAULTS", "1")) == 1 else 20_000
+DEPTH = 3_000 if int(os.environ.get("ATROPOS_FAULTS", "1")) == 1 else 20_000
 
 
 def facts(top: bytes) -> dict[bytes, tuple]:
