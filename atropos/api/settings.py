@@ -6,7 +6,9 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar, cast
 
@@ -137,7 +139,32 @@ class ToolServerSettings(ServiceSettings):
             raise ConfigError("tool server: token is missing; set ATROPOS_TOOL_SERVER_TOKEN or pass --token-file")
 
 
-READERS: dict[str, Callable[[str], object]] = {".json": json.loads, ".yaml": yaml.safe_load, ".yml": yaml.safe_load}
+def _refuse_twice(names: Iterable[object]) -> None:
+    """As TOML does; other readers take the last of two settings, or of two keys, with one name."""
+    if twice := [name for name, times in Counter(names).items() if times > 1]:
+        raise ValueError(f"{twice[0]!r:.80} stands there twice")
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    _refuse_twice(name for name, _ in pairs)
+    return dict(pairs)
+
+
+class _YamlLoader(yaml.SafeLoader):
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
+        _refuse_twice(str(name.value) for name, _ in node.value)
+        return super().construct_mapping(node, deep)
+
+
+def _yaml(text: str) -> object:
+    return yaml.load(text, _YamlLoader)  # noqa: S506 (a safe one)
+
+
+READERS: dict[str, Callable[[str], object]] = {
+    ".json": partial(json.loads, object_pairs_hook=_object),
+    ".yaml": _yaml,
+    ".yml": _yaml,
+}
 """By the ending of a settings file's name; any other is TOML."""
 
 

@@ -38,6 +38,17 @@ def test_a_file_that_is_none_is_one_line(tmp_path: Path, name: str, text: str) -
 
 
 @pytest.mark.parametrize(
+    ("name", "text"),
+    [("a.json", '{"a": {"b": 1}, "c": {"b": 1, "b": 2}}'), ("a.yaml", "b: 1\nb: 2\n"), ("a.toml", "b = 1\nb = 2\n")],
+)
+def test_a_name_stands_once(tmp_path: Path, name: str, text: str) -> None:
+    """Of two keys of one name, no reader takes the last alone."""
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=f"^--config: .*{name}: "):
+        read_file(tmp_path / name)
+
+
+@pytest.mark.parametrize(
     ("settings", "said"),
     [
         (None, "alice: input should be a table of settings"),
