@@ -10,11 +10,7 @@ import gc
 from collections.abc import Generator
 
 import pytest
-from hypothesis import HealthCheck, settings
 
-# Here, and not in tests/unit, whose modules are imported by others first. How long an example takes says what else runs.
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any machine")
 SPREAD_FROM, SPREAD_EVERY = 30, 6
 """Where the first group that `waits` comes, and after how many others the next: together they would leave CPUs idle."""
 
