@@ -18,7 +18,6 @@ from typing import Any, Self
 import isal
 
 import atropos
-from atropos.aio import done_within
 from atropos.errors import ImageUnavailable
 from atropos.images.manifests import MAX_JSON_BYTES
 
@@ -198,7 +197,9 @@ async def _end(process: asyncio.subprocess.Process) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         # Not left as a zombie by a cancellation. A call that nothing ends, as syncfs(2) of gigabytes, outlasts the kill.
-        await done_within(asyncio.ensure_future(process.wait()), KILLED_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(KILLED_S):
+                await process.wait()
 
 
 def _failure(what: str, folder: Path, code: int, errors: str) -> ImageUnavailable:
