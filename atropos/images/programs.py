@@ -196,7 +196,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        # Not left as a zombie by a cancellation. A call that nothing ends, as syncfs(2) of gigabytes, outlasts the kill.
+        # Not left as a zombie by a cancellation. A call that nothing ends, as a long syncfs(2), outlasts the kill.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(KILLED_S):
                 await process.wait()
