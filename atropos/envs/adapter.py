@@ -17,6 +17,7 @@ from typing import Any, cast
 
 from atropos.agent.model import EXACT
 from atropos.agent.template import Tokenizer
+from atropos.envs.lazy_imports import import_lazily
 from atropos.errors import ConfigError
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -26,6 +27,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Nothing of what is loaded now is ever garbage, and looking for some takes a fifth of the time.
 _collecting = gc.isenabled()
 gc.disable()
+import_lazily()
 try:
     from atroposlib.envs import base
     from atroposlib.envs.base import BaseEnv, BaseEnvConfig, ScoredDataGroup
