@@ -139,6 +139,22 @@ async def test_slot_image_is_the_default(tmp_path):
             assert (await fork.exec("cat text")).output == "plainmore"
 
 
+@pytest.mark.skipif(os.path.isdir("/rootfs"), reason="a container's base is a machine of its own")
+async def test_the_host_as_base_is_noted_once(tmp_path, caplog):
+    image = f"oci:{tmp_path}/i"
+    busybox_image(tmp_path / "i")
+    noted = "slots without an image have this machine's programs"
+    config = SlotPoolConfig(allow_network=True, image_store=ImageStoreSettings(folder=str(tmp_path / "store")))
+    async with SlotPool(config) as pool:
+        async with pool.lease("image", image=image):
+            pass
+        assert noted not in caplog.text
+        for base in (None, "atropos-base:default"):
+            async with pool.lease("base", image=base):
+                pass
+            assert caplog.text.count(noted) == 1
+
+
 async def test_commands_run_as_the_images_user(pool, tmp_path):
     busybox_image(tmp_path / "layout", user="app")
     async with pool.lease("one", image=f"oci:{tmp_path}/layout") as slot:

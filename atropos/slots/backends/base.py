@@ -75,6 +75,10 @@ class Backend(ABC):
             IsolationUnavailable: the host can't isolate slots.
         """
 
+    def note_base(self) -> None:
+        """Log what a slot without an image lacks, where it lacks something: a lease has named none."""
+        return
+
     @abstractmethod
     async def scale(self, count: int) -> None:
         """Request `count` containers. Returns before they run; shrinking ends the highest index first.

@@ -84,8 +84,6 @@ class Grants:
             TimeoutError: no slot came free in time.
         """
         ticket = self._ticket(terms, image)
-        # Before the image is prepared and before the wait: a client over its quota shall neither pull nor stand in
-        # line.
         # Before the image is prepared and before the wait: a client over its quota shall neither pull nor wait.
         ticket.share.claim(ticket)
         try:

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from atropos import wire
 from atropos.aio import Tasks, set_within
 from atropos.errors import AcquireTimeout, BackendUnavailable, ConfigError, SandboxError
+from atropos.images.reference import POOL_BASE
 from atropos.metrics import Family
 from atropos.resources import Resources
 from atropos.sandbox.linux import host_limits
@@ -437,6 +438,8 @@ class SlotPool:
         inserted = (*secrets, *(() if share is None else share.secrets)) if network else ()
         if len(inserted) > MAX_SECRETS:
             raise ConfigError(f"secrets: {len(inserted)}; at most {MAX_SECRETS} of one lease")
+        if snapshot is None and base is None and image in (None, POOL_BASE):
+            self.backend.note_base()
         return LeaseTerms(
             self.client_id, trajectory_id, self.config.lease_ttl_s, snapshot, base, network, limits, share, inserted
         )

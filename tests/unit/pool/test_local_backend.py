@@ -223,7 +223,8 @@ async def test_lockless_folder_is_named(tmp_path, monkeypatch):
     [({"allow_network": True}, True), ({}, False), ({"allow_network": True, "base": "/"}, False)],
 )
 async def test_host_as_base_is_said(caplog, settings, said):
-    async with running(GOOD, 0, **settings):
+    async with running(GOOD, 0, **settings) as backend:
+        backend.note_base()
         assert ("apt-get" in caplog.text and "debootstrap" in caplog.text) == said
 
 

@@ -37,15 +37,21 @@ class LocalBackend(SupervisedBackend):
         super().__init__(config)
         self.command = command
         self.scratch: Path | None = None
+        self._base_noted = False
 
     async def start(self) -> None:
         """Create a scratch folder, and remove those of ended processes."""
-        if self.config.base is None and self.config.slot_image is None and not os.path.isdir("/rootfs"):
-            # without a network nothing is installed from elsewhere
-            log.log(logging.WARNING if self.config.allow_network else logging.INFO, HOST_AS_BASE)
         # At the start, as a killed process can't clean up after itself.
         remove_stale_scratch()
         self.scratch = make_scratch()
+
+    def note_base(self) -> None:
+        """Say it once."""
+        if self._base_noted or self.config.base is not None or os.path.isdir("/rootfs"):
+            return
+        self._base_noted = True
+        # without a network nothing is installed from elsewhere
+        log.log(logging.WARNING if self.config.allow_network else logging.INFO, HOST_AS_BASE)
 
     async def launch(self, index: int, token: str) -> SupervisedServer:
         """A subprocess with a scratch folder below ours."""
