@@ -47,10 +47,11 @@ class Neighbour:
         self.calls = 0
         self.failure: str | None = None
         self.checker: Process
+        self.replaced = False
+        """Whether a test has it do other work than its own."""
         self._going = asyncio.Event()
         self.resume = self._going.set
         self.pause = self._going.clear
-        self.resume()
 
     async def settle(self) -> None:
         """Put down what attacks look for."""
@@ -168,11 +169,16 @@ async def neighbours(pool):
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def beside(neighbours):
-    """Asserts, at the test's end, that the neighbours have noticed nothing."""
+    """Neighbours work beside the test; asserts, at its end, that they have noticed nothing."""
     since = [neighbour.calls for neighbour in neighbours]
+    for neighbour in neighbours:
+        if not neighbour.replaced:
+            neighbour.resume()
     yield neighbours
     for neighbour, calls in zip(neighbours, since, strict=True):
         await neighbour.unharmed(calls)
+    for neighbour in neighbours:  # their calls cost CPU, and the pool outlasts the tests that are beside them
+        neighbour.pause()
 
 
 @pytest_asyncio.fixture(loop_scope="session")

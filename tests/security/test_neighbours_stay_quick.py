@@ -44,7 +44,7 @@ case)."""
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def watch(pool, neighbours, tmp_path_factory):
-    """The neighbours' own work pauses meanwhile: this is work on a schedule."""
+    """The neighbours' work meanwhile, on a schedule."""
     control = Control(tmp_path_factory.mktemp("control"))
     clocks = [Clock() for _ in neighbours]
 
@@ -56,7 +56,7 @@ async def watch(pool, neighbours, tmp_path_factory):
         assert result.output == f"mine{number}\n", result
 
     for neighbour in neighbours:
-        neighbour.pause()
+        neighbour.replaced = True
     tasks = [
         asyncio.create_task(clock.keep(lambda neighbour=neighbour: call(neighbour)))
         for clock, neighbour in zip(clocks, neighbours, strict=True)
@@ -68,7 +68,7 @@ async def watch(pool, neighbours, tmp_path_factory):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for neighbour in neighbours:
-            neighbour.resume()
+            neighbour.replaced = False
         control.end()
 
 
