@@ -156,14 +156,25 @@ class _YamlLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _yaml(text: str) -> object:
-    return yaml.load(text, _YamlLoader)  # noqa: S506 (a safe one)
+def parse_yaml(text: str | bytes) -> object:
+    """What a settings file has.
+
+    Raises:
+        ValueError: it is no YAML, or a name stands in it twice; without the line itself, which may hold a secret.
+    """
+    try:
+        return yaml.load(text, _YamlLoader)  # noqa: S506 (a safe one)
+    except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise ValueError(f"no YAML: {line}{error.problem}") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"no YAML: {' '.join(str(error).split())[:200]}") from None
 
 
 READERS: dict[str, Callable[[str], object]] = {
     ".json": partial(json.loads, object_pairs_hook=_object),
-    ".yaml": _yaml,
-    ".yml": _yaml,
+    ".yaml": parse_yaml,
+    ".yml": parse_yaml,
 }
 """By the ending of a settings file's name; any other is TOML."""
 
@@ -177,11 +188,11 @@ def read_file(path: Path | None, what: str = "--config") -> dict[str, object]:
     if path is None:
         return {}
     try:
-        text = path.read_text()
+        text = path.read_text("utf-8")  # whatever this process's locale is
         value: object = READERS.get(path.suffix, tomllib.loads)(text)
     except OSError as error:
         raise ConfigError(f"{what}: {path}: {error.strerror}") from None
-    except (ValueError, yaml.YAMLError) as error:
+    except ValueError as error:
         raise ConfigError(f"{what}: {path}: {' '.join(str(error).split())}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{what}: {path}: write an object with the settings")

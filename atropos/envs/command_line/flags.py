@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 import click
-import yaml
 from click.core import ParameterSource
 from pydantic import BaseModel, ValidationError
 
+from atropos.api.settings import parse_yaml
 from atropos.config import split_names
 from atropos.errors import ConfigError
 from atropos.wire.base import is_secret, one_line
@@ -244,11 +244,11 @@ def _shown(name: str, value: object) -> str:
 
 def _read_yaml(settings: CommandLine, path: str, env_class: type[BaseModel], server_class: type[BaseModel]) -> None:
     try:
-        content = yaml.safe_load(Path(path).read_bytes())  # UTF-8, whatever this process's locale is
+        content = parse_yaml(Path(path).read_bytes())
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--config {path}: no YAML: {_yaml_problem(error)}") from error
+    except ValueError as error:
+        raise ConfigError(f"--config {path}: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path}: expected keys env, openai, slurm, testing")
     data = cast("dict[str, object]", content)
@@ -263,15 +263,14 @@ def _read_yaml(settings: CommandLine, path: str, env_class: type[BaseModel], ser
         settings.servers = [_section(path, f"openai[{i}]", one, server_class) for i, one in enumerate(sections)]
     else:
         settings.openai.update(_section(path, "openai", openai, server_class))
-    settings.slurm = bool(data.get("slurm", False))
-    settings.testing = bool(data.get("testing", False))
+    settings.slurm = _switch(path, "slurm", data.get("slurm", False))
+    settings.testing = _switch(path, "testing", data.get("testing", False))
 
 
-def _yaml_problem(error: yaml.YAMLError) -> str:
-    """What is wrong and where, without the line itself, which may hold a secret."""
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        return f"line {error.problem_mark.line + 1}: {error.problem}"
-    return " ".join(str(error).split())[:200]
+def _switch(path: str, name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{path}: {name} is true or false, not {type(value).__name__}")
+    return value
 
 
 def _section(path: str, name: str, value: object, model: type[BaseModel]) -> dict[str, object]:

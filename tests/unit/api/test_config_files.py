@@ -38,6 +38,23 @@ def test_a_file_that_is_none_is_one_line(tmp_path: Path, name: str, text: str) -
 
 
 @pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.yaml", b"token: [secret-1, [secret-2\nb: x\n"),
+        ("a.json", b'{"token": "secret-1" "secret-2"}'),
+        ("a.toml", b'token = "secret-1" secret-2'),
+        ("a.yaml", b"token: secret-1\xff"),
+        ("a.toml", b'token = "secret-1\xff"'),
+    ],
+)
+def test_a_wrong_line_is_not_shown(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=f"^--config: .*{name}: .+") as caught:
+        read_file(tmp_path / name)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("name", "text"),
     [("a.json", '{"a": {"b": 1}, "c": {"b": 1, "b": 2}}'), ("a.yaml", "b: 1\nb: 2\n"), ("a.toml", "b = 1\nb = 2\n")],
 )

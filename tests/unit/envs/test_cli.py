@@ -151,6 +151,8 @@ def test_rerun_says_where_groups_are(capsys, tmp_path):
         ("a: [\n", "no YAML"),
         ("\x7fELF\x02", "no YAML"),
         ("env: 3\n", "env must be keys and values"),
+        ("env:\n  group_size: 3\n  group_size: 4\n", "'group_size' stands there twice"),
+        ("slurm: 'false'\n", "slurm is true or false, not str"),
         ("env:\n  slots_per_container: none\n", "env.slots_per_container"),
     ],
 )
