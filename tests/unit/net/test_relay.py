@@ -302,8 +302,10 @@ async def test_a_proxy_may_have_a_password():
         await reader.readuntil(b"\r\n\r\n")
         writer.write(OK)
 
+    # "me:secret" as RFC 7617 has it
+    sent = b"Proxy-Authorization: Basic bWU6c2VjcmV0\r\n"
     async with through(origin, credentials=password) as (reader, writer):
-        writer.write(b"GET http://origin/ HTTP/1.1\r\nHost: origin\r\nProxy-Authorization: " + password + b"\r\n\r\n")
+        writer.write(b"GET http://origin/ HTTP/1.1\r\nHost: origin\r\n" + sent + b"\r\n")
         assert (await reader.read()).endswith(b"ok")
 
 
