@@ -147,6 +147,7 @@ def test_findings_have_reasons(tmp_path):
     (lowered,) = found["lowered"]["clamped"]
     assert lowered.startswith("environment.storage_mb: 10240 wanted, slots have ")
     assert all(name in page.read_text() for name in found)
+    assert all(cure in page.read_text() for cure in ("(--pull pulls it)", "(--network gives them filtered egress)"))
 
 
 async def test_unreadable_solution_named(tmp_path):
