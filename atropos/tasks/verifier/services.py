@@ -58,13 +58,16 @@ def processes():  # the parent of each, the first process of its session where t
             if stat[0] not in "ZX":
                 tree[int(name)] = int(stat[1]), int(stat[3]) if int(stat[4]) else None, int(stat[19])
     return tree
-def holds(pid, sockets):
+def sockets_of(pid):
+    found = set()
     try:
-        return any(os.readlink(f"/proc/{pid}/fd/{fd}") in sockets for fd in os.listdir(f"/proc/{pid}/fd"))
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            found.add(os.readlink(f"/proc/{pid}/fd/{fd}"))
     except OSError:
-        return False
+        pass
+    return {name for name in found if name.startswith("socket:")}
 def look():
-    tree, sockets, pid = processes(), listening(), os.getpid()
+    tree, pid = processes(), os.getpid()
     # PID 1 is the slot's own, and those above this process run it.
     spared = {1}
     while pid in tree:
@@ -74,7 +77,10 @@ def look():
         # What is older than the tests, with what it has started since.
         survivors = {pid for pid, (*_, started) in tree.items() if started < since} - spared
     else:
-        survivors = {pid for pid in tree if pid not in spared and holds(pid, sockets)}
+        held = {pid: sockets for pid in tree if pid not in spared and (sockets := sockets_of(pid))}
+        # Read for those alone: the kernel goes through its whole table of connections, which takes milliseconds.
+        listen = listening() if held else set()
+        survivors = {pid for pid, sockets in held.items() if sockets & listen}
         for pid in list(survivors):  # a server may be one of several programs that another one has started
             while (pid := tree[pid][0]) in tree and pid not in spared and tree[pid][1] != pid:  # no terminal's shell
                 survivors.add(pid)
