@@ -1,4 +1,4 @@
-"""Environments over atroposlib. Importing a name costs atroposlib's import (about 3 s), so it happens on demand."""
+"""Environments over atroposlib. Importing a name costs atroposlib's import (1 to 2 s), so it happens on demand."""
 
 from __future__ import annotations
 

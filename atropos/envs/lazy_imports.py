@@ -6,11 +6,12 @@ them, and their modules load without that table. wandb loads in environments tha
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec, module_from_spec
 from types import MappingProxyType, ModuleType
 
@@ -29,7 +30,8 @@ def import_lazily() -> None:
     _hold_back("wandb")
     package = _hold_back("transformers", _PLACES)
     if package is not None:
-        package.__version__ = version("transformers")  # type: ignore[attr-defined]
+        with contextlib.suppress(PackageNotFoundError):
+            package.__version__ = version("transformers")  # type: ignore[attr-defined]
         package.models = _hold_back("transformers.models")  # type: ignore[attr-defined]
 
 
