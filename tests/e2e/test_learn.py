@@ -122,7 +122,7 @@ MUTANTS = {
     "another version named": (groups, "scored_group", sent_with(name_the_first_version)),
 }
 LATER = {"temperature left out": 24, "another version named": 24}
-"""Updates that a mutant needs to show: until a group has a good score to learn from, temperatures and versions are
+"""Most updates that a mutant needs to show: until a group has a good score to learn from, temperatures and versions are
 alike."""
 
 
@@ -134,9 +134,9 @@ class Lesson:
         self._env = env
 
     async def after(self, updates: int) -> School:
-        """The school after so many updates, from nothing."""
+        """The school after so many updates, from nothing; or after the first group that is wrong."""
         self._school.restart(updates)
-        while not self._school.finished(when_learned=True):
+        while not self._school.finished(when_learned=True) and not self._school.groups_wrong("amy"):
             group, _ = await self._env.collect_trajectories(await self._env.get_next_item())
             self._school.take(group)
         return self._school
