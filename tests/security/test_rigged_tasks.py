@@ -1,7 +1,7 @@
 """What lies beside an agent's work is run by no verifier in its place, and honest work is scored beside it.
 
 By tests of tasks in each mode, and by the verifying hooks of both envs. In the default mode all are tried; ATROPOS_FAULTS
-above 1 tries all in the others, too, and not every third.
+above 1 tries all in the others, too, and not every sixth.
 """
 
 from __future__ import annotations
@@ -84,14 +84,14 @@ async def test_there_are_tricks_enough():
 
 
 @pytest.mark.parametrize(
-    ("mode", "tricks"), [("view", TRICKS), ("separate", some(TRICKS, 1))], ids=["view", "separate"]
+    ("mode", "tricks"), [("view", TRICKS), ("separate", some(TRICKS, 2))], ids=["view", "separate"]
 )
 async def test_no_trick_raises_a_reward(pool, loaded, mode, tricks):
     found = await each(tricks, guarded(pool, loaded, mode))
     assert {key: given for key, given in found.items() if given} == {}
 
 
-@pytest.mark.parametrize(("mode", "works"), [("view", HONEST), ("separate", some(HONEST, 1))], ids=["view", "separate"])
+@pytest.mark.parametrize(("mode", "works"), [("view", HONEST), ("separate", some(HONEST, 2))], ids=["view", "separate"])
 async def test_honest_work_is_scored(pool, loaded, mode, works):
     assert await each(works, guarded(pool, loaded, mode)) == dict.fromkeys(works, 1)
 
@@ -155,10 +155,10 @@ FOR_HOOKS = [name for name, task in TASKS.items() if task.workdir == "/workspace
 
 
 async def test_no_trick_raises_hooks(by_hooks):
-    found = await each(some({key: work for key, work in TRICKS.items() if key[0] in FOR_HOOKS}, 2), by_hooks)
+    found = await each(some({key: work for key, work in TRICKS.items() if key[0] in FOR_HOOKS}, 4), by_hooks)
     assert {key: given for key, given in found.items() if any(given)} == {}
 
 
 async def test_hooks_score_honest_work(by_hooks):
-    works = PACKAGES | some({key: work for key, work in HONEST.items() if key[0] in FOR_HOOKS}, 2)
+    works = PACKAGES | some({key: work for key, work in HONEST.items() if key[0] in FOR_HOOKS}, 4)
     assert await each(works, by_hooks) == {key: [True, True] for key in works}

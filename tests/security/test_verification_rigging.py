@@ -172,18 +172,19 @@ def plain(task, tmp_path_factory):
 
 def some(works, first=0):
     """Of the works, those that are tried where all are tried in another mode; ATROPOS_FAULTS above 1 tries all."""
-    step = 3 if int(os.environ.get("ATROPOS_FAULTS", "1")) == 1 else 1
+    step = 6 if int(os.environ.get("ATROPOS_FAULTS", "1")) == 1 else 1
     return dict(list(works.items())[first % step :: step])
 
 
-async def reward(pool, task, work: str, mode: str, rig: str = "true") -> float | None:
+async def reward(pool, task, work: str, mode: str, rig: str | None = None) -> float | None:
     """What the verifier gives for this work and what is done beside it; None where it can't say."""
     image = (await TaskImages(pool).prepare(task)).image
     async with contextlib.AsyncExitStack() as stack:
         slot = await stack.enter_async_context(pool.lease("agent", image=image))
         await workspace.enter(slot, task)
         await slot.exec(work)
-        await slot.exec(rig, timeout_s=2)
+        if rig is not None:
+            await slot.exec(rig, timeout_s=2)
 
         async def fresh():
             other = await stack.enter_async_context(pool.lease("verifier", image=image))
