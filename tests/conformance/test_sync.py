@@ -40,16 +40,16 @@ INTERNAL = {
 }
 """What is the pool's own, or a builder's."""
 SECONDS = "3600.7531"
-PROGRAM = """
+PROGRAM = f"""
 import sys
 from atropos.slots import SlotPoolConfig
 from atropos.slots.sync import SlotPool
 
-pool = SlotPool(SlotPoolConfig(backend="local", slots_per_container=1))
+pool = SlotPool(SlotPoolConfig(backend="local", slots_per_container=1, start_timeout_s={60 * SLOWNESS}))
 pool.start()
 slot = pool.acquire("a")
 try:
-    slot.exec(f"sleep {sys.argv[1]}")
+    slot.exec("sleep " + sys.argv[1])
 except KeyboardInterrupt:
     print(slot.exec("pgrep -c sleep").output, flush=True)
 """
