@@ -237,6 +237,12 @@ async def _checked(
             return first
 
     results = await asyncio.gather(*map(one, config.agents))
+    if any(each.prepared_s is not None for each in results):
+        # What one could prepare the others can: a step that ran out of time beside them is kept by now.
+        results = [
+            each if each.prepared_s is not None else await one(agent)
+            for agent, each in zip(config.agents, results, strict=True)
+        ]
     attempts = dict(zip(map(str, config.agents), results, strict=True))
     problems = [*dict.fromkeys(_problems(attempts)), *hints]
     notes += tuple({f"not enforced: {one.unbounded}": None for one in results if one.unbounded})

@@ -14,8 +14,10 @@ from atropos.errors import ConfigError, SandboxError
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.tasks import workspace
 from atropos.tasks.check import CheckConfig, check
+from atropos.tasks.errors import TaskBroken
 from atropos.tasks.folder import TaskSet, read_tasks
 from atropos.tasks.format.datasets import dataset_folders, task_digest
+from atropos.tasks.prepare import TaskImages
 from tests import privileges
 from tests.engines import params
 from tests.files import write_files
@@ -177,6 +179,21 @@ async def test_own_fault_costs_one_task(tmp_path, monkeypatch, caplog):
     assert (one.status, two.status) == ("sound", "unsound")
     assert two.problems == ("a fault of atropos's own, please report it: RuntimeError: not meant",)
     assert "Traceback" in caplog.text
+
+
+async def test_what_one_prepared_the_other_can(tmp_path, monkeypatch):
+    make(tmp_path, "one")
+    prepare, tries = TaskImages.prepare, []
+
+    async def slow(images, task, *arguments, **more):
+        tries.append(task.name)
+        if len(tries) == 1:
+            raise TaskBroken("took longer than environment.build_timeout_sec")
+        return await prepare(images, task, *arguments, **more)
+
+    monkeypatch.setattr(TaskImages, "prepare", slow)
+    (one,) = await check(read_tasks(tmp_path), CheckConfig(slots=2))
+    assert (one.status, one.problems, len(tries)) == ("sound", (), 3)
 
 
 def test_an_own_agent_is_run(tmp_path, refusal):
