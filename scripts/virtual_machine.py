@@ -38,6 +38,7 @@ MODULES = (
     "virtio_blk",
     "overlay",
     "loop",
+    "veth",
 )
 ROOM_MIB = 2048
 """What the root file system has free: volumes on disk take their whole size."""
