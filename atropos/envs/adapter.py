@@ -27,8 +27,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Nothing of what is loaded now is ever garbage, and looking for some takes a fifth of the time.
 _collecting = gc.isenabled()
 gc.disable()
-import_lazily()
 try:
+    import_lazily()
     from atroposlib.envs import base
     from atroposlib.envs.base import BaseEnv, BaseEnvConfig, ScoredDataGroup
     from atroposlib.envs.server_handling import server_baseline, sglang_server, trl_vllm_server, vllm_server

@@ -263,11 +263,13 @@ def _read_yaml(settings: CommandLine, path: str, env_class: type[BaseModel], ser
         settings.servers = [_section(path, f"openai[{i}]", one, server_class) for i, one in enumerate(sections)]
     else:
         settings.openai.update(_section(path, "openai", openai, server_class))
-    settings.slurm = _switch(path, "slurm", data.get("slurm", False))
-    settings.testing = _switch(path, "testing", data.get("testing", False))
+    settings.slurm = _switch(path, "slurm", data.get("slurm"))
+    settings.testing = _switch(path, "testing", data.get("testing"))
 
 
 def _switch(path: str, name: str, value: object) -> bool:
+    if value is None:
+        return False
     if not isinstance(value, bool):
         raise ConfigError(f"{path}: {name} is true or false, not {type(value).__name__}")
     return value

@@ -240,6 +240,13 @@ def test_flags_yaml_then_defaults(tmp_path):
     assert config.agent_temperature == 0.7
 
 
+def test_keys_without_a_value_change_nothing(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("env:\nopenai:\nslurm:\ntesting:\n")
+    settings = given("--config", str(path))
+    assert (settings.env, settings.openai, settings.slurm, settings.testing) == ({}, {}, False, False)
+
+
 def test_values_of_every_kind():
     config = config_of(
         "--env.enabled_toolsets=terminal, file",

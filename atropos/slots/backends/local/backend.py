@@ -47,11 +47,12 @@ class LocalBackend(SupervisedBackend):
 
     def note_base(self) -> None:
         """Say it once."""
-        if self._base_noted or self.config.base is not None or os.path.isdir("/rootfs"):
+        if self._base_noted:
             return
         self._base_noted = True
-        # without a network nothing is installed from elsewhere
-        log.log(logging.WARNING if self.config.allow_network else logging.INFO, HOST_AS_BASE)
+        if self.config.base is None and not os.path.isdir("/rootfs"):
+            # without a network nothing is installed from elsewhere
+            log.log(logging.WARNING if self.config.allow_network else logging.INFO, HOST_AS_BASE)
 
     async def launch(self, index: int, token: str) -> SupervisedServer:
         """A subprocess with a scratch folder below ours."""
