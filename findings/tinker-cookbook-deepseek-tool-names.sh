@@ -9,7 +9,7 @@ trap 'rm -rf "$folder"' EXIT
 cd "$folder"
 python3 -m venv venv
 venv/bin/pip install -q uv==0.13.9 # takes from its cache what is there
-venv/bin/uv pip install -q -p venv/bin/python tinker==0.38.0 pillow
+venv/bin/uv pip install -q -p venv/bin/python tinker==0.38.0 pillow==12.0.0
 venv/bin/uv pip install -q -p venv/bin/python --no-deps tinker-cookbook==0.6.1
 cat >parse.py <<'PYTHON'
 import sys
