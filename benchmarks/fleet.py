@@ -26,7 +26,8 @@ from atropos import wire
 from atropos.errors import BackendUnavailable, PoolFull
 from atropos.resources import NOTHING
 from atropos.slots import SlotPool, SlotPoolConfig
-from atropos.slots.backends.base import Backend, Container
+from atropos.slots.backends.base import Backend
+from atropos.slots.backends.container import Container
 from atropos.slots.containers.fleet import Fleet
 from atropos.slots.containers.seats import Seat
 

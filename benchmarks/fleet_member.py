@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 
 from atropos.slots import SlotPool, SlotPoolConfig
-from atropos.slots.backends.base import Container
+from atropos.slots.backends.container import Container
 
 from .fleet import SLOTS, Server
 

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 from atropos.errors import BackendUnavailable, ConfigError, IsolationUnavailable
 from atropos.slots import SlotPoolConfig
-from atropos.slots.backends.base import Backend, Container
+from atropos.slots.backends.base import Backend
+from atropos.slots.backends.container import Container
 from atropos.slots.config import server_json
 from examples.backends.settings import ProcessSettings
 

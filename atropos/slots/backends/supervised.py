@@ -13,7 +13,8 @@ from typing import Protocol
 from atropos.aio import Backoff, Tasks, outlive, race, set_within
 from atropos.config import ServerConfig
 from atropos.errors import BackendUnavailable, ConfigError, IsolationUnavailable
-from atropos.slots.backends.base import Backend, Container
+from atropos.slots.backends.base import Backend
+from atropos.slots.backends.container import Container
 from atropos.slots.backends.engines import ChangeFlag
 from atropos.slots.config import SlotPoolConfig
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from atropos.slots.backends.base import Container
+from atropos.slots.backends.container import Container
 from atropos.slots.backends.server_http import ServerHttp
 from atropos.wire import Status
 

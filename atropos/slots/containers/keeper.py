@@ -9,7 +9,7 @@ import time
 
 from atropos.aio import Backoff, set_within
 from atropos.errors import BackendUnavailable, ConfigError, IsolationUnavailable, SandboxError
-from atropos.slots.backends.base import Container
+from atropos.slots.backends.container import Container
 from atropos.slots.containers.link import ClientFactory, ContainerLink
 from atropos.slots.containers.scaling import Limits, PoolState, plan, worn_out
 from atropos.slots.containers.state import SharedState

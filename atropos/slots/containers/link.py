@@ -12,7 +12,7 @@ from atropos import wire
 from atropos.aio import Backoff, backoff_s, set_within
 from atropos.errors import ConfigError, IsolationUnavailable, LeaseExpired, SandboxError, SlotLost, from_code
 from atropos.resources import Resources
-from atropos.slots.backends.base import Container
+from atropos.slots.backends.container import Container
 from atropos.slots.client import SandboxClient
 from atropos.slots.containers.seats import Seat, Ticket
 from atropos.slots.containers.state import SharedState

@@ -21,7 +21,8 @@ from atropos.images.reference import POOL_BASE
 from atropos.metrics import Family
 from atropos.resources import Resources
 from atropos.sandbox.linux import host_limits
-from atropos.slots.backends.base import Backend, Container
+from atropos.slots.backends.base import Backend
+from atropos.slots.backends.container import Container
 from atropos.slots.backends.loading import make_backend
 from atropos.slots.client import SandboxClient
 from atropos.slots.client.call_stream import FrameLimit

@@ -25,7 +25,7 @@ from atropos.cli import pool as pool_commands
 from atropos.cli.app import command_line
 from atropos.cli.doctor import engines
 from atropos.errors import BackendUnavailable, ConfigError
-from atropos.slots.backends.base import Container
+from atropos.slots.backends.container import Container
 from atropos.slots.backends.survey import Survey
 from tests.privileges import without_gaps
 from tests.processes import adopt_orphans, kept_port, running

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from atropos import wire
 from atropos.errors import BackendUnavailable, ImageUnavailable, LeaseExpired, PoolFull, SandboxError, SlotLost
 from atropos.slots import SlotPool, SlotPoolConfig
-from atropos.slots.backends.base import Backend, Container
+from atropos.slots.backends.base import Backend
+from atropos.slots.backends.container import Container
 
 SLOT = SlotPoolConfig().slot_room
 

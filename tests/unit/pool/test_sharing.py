@@ -11,7 +11,7 @@ from atropos import wire
 from atropos.errors import BackendUnavailable
 from atropos.resources import NOTHING
 from atropos.slots import SlotPool, SlotPoolConfig
-from atropos.slots.backends.base import Container
+from atropos.slots.backends.container import Container
 from atropos.slots.backends.docker import backend
 from atropos.slots.backends.docker.engine import Ending, ListedContainer
 from atropos.slots.backends.server_http import ServerHttp

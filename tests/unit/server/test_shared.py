@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from atropos.slots import SlotPool, SlotPoolConfig
-from atropos.slots.backends.base import Backend, Container
+from atropos.slots.backends.base import Backend
+from atropos.slots.backends.container import Container
 from tests.unit.server.fakes import TOKEN, serving
 from tests.waiting import until
 

@@ -21,7 +21,8 @@ from docker.types import CancellableStream
 from atropos.aio import Backoff, Tasks
 from atropos.cgroup_paths import start_time
 from atropos.errors import BackendUnavailable, ConfigError
-from atropos.slots.backends.base import Backend, Container
+from atropos.slots.backends.base import Backend
+from atropos.slots.backends.container import Container
 from atropos.slots.backends.docker.engine import (
     REMOVED,
     CreationRefused,

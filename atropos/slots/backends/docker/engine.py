@@ -25,7 +25,7 @@ from docker.types import CancellableStream
 from atropos.archives import WholeTar
 from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots.backends.assets import asset
-from atropos.slots.backends.base import Container
+from atropos.slots.backends.container import Container
 from atropos.slots.backends.docker.facts import EngineFacts, pull_is_denied
 from atropos.slots.backends.docker.gpus import container_gpus
 from atropos.slots.backends.engines import in_thread

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from atropos.slots.backends.base import Container
+from atropos.slots.backends.container import Container
 from atropos.slots.backends.docker.engine import DockerEngine
 from atropos.slots.backends.survey import Survey
 

@@ -16,7 +16,8 @@ from dataclasses import replace
 from atropos.aio import Backoff, Tasks
 from atropos.errors import BackendUnavailable, ConfigError
 from atropos.net.tls import read_pair
-from atropos.slots.backends.base import Backend, Container
+from atropos.slots.backends.base import Backend
+from atropos.slots.backends.container import Container
 from atropos.slots.backends.engines import ChangeFlag, Outage, Pace, persist
 from atropos.slots.backends.nomad import job as nomad_job
 from atropos.slots.backends.nomad.access import NomadAccess

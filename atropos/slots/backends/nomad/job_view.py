@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from atropos.errors import BackendUnavailable, ConfigError
-from atropos.slots.backends.base import Container
+from atropos.slots.backends.container import Container
 from atropos.slots.backends.nomad.view import DRIVER, Allocation, JobSecret, Json, newest, set_up_fault
 from atropos.slots.backends.spec import BAD_CONFIG, hopeless
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from atropos.slots.backends.base import Container
+from atropos.slots.backends.container import Container
 from atropos.slots.backends.nomad.access import NomadAccess
 from atropos.slots.backends.nomad.api import NomadApi
 from atropos.slots.backends.nomad.job import count, group_of
