@@ -16,9 +16,9 @@ from atropos.slots import SlotPool
 from tests.e2e.cluster.load import Load, kill_server
 from tests.e2e.own_dockerd import OwnDockerd
 from tests.engines import BACKENDS, leftovers, pool_config
+from tests.repeats import TIMES
 from tests.waiting import until
 
-TIMES = int(os.environ.get("ATROPOS_FAULTS", "1"))
 pytestmark = [
     pytest.mark.docker,
     pytest.mark.timeout(1800),

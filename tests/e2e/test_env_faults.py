@@ -29,9 +29,10 @@ from tests.e2e.hermes_support import running_policy, sampled
 from tests.e2e.script_env import ScriptEnv
 from tests.e2e.test_demo_endings import containers, left_by, name
 from tests.processes import descendants, first_processes
+from tests.repeats import TIMES
 from tests.waiting import until
 
-GROUPS = 12 * int(os.environ.get("ATROPOS_FAULTS", "1"))
+GROUPS = 12 * TIMES
 MEMBERS, TURNS = 4, 5
 KILLED, FAILING = 0.2, 0.1
 NAMESPACE = ToolCall(name="terminal", arguments={"command": "readlink /proc/self/ns/pid"})

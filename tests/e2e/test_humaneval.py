@@ -27,12 +27,13 @@ from atropos.errors import ConfigError
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.tools import ToolCall, ToolExecutor, build_tool_registry
 from examples.policy.tokenizer import FOLDER
+from tests.repeats import TIMES
 from tests.settings import shows
 
 REPO = Path(__file__).resolve().parents[2]
 DATA = Path(os.environ.get("ATROPOS_HUMANEVAL") or REPO.parent / "shared" / "data" / "HumanEval.jsonl.gz")
 SLOTS = 16
-EMPTY_EVERY = 1 if int(os.environ.get("ATROPOS_FAULTS", "1")) > 1 else 4
+EMPTY_EVERY = 1 if TIMES > 1 else 4
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.servers import OWN, TOKEN, Server, running
+from tests.repeats import TIMES
 
-EXAMPLES = 100 * int(os.environ.get("ATROPOS_FAULTS", "1"))
+EXAMPLES = 100 * TIMES
 CONFIG = Path(__file__).with_name("schemathesis.toml")
 EXECUTOR = """
 acquire_s = 0.3

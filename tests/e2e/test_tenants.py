@@ -22,6 +22,7 @@ from atropos.metrics import percentiles
 from atropos.slots import Quotas, Share, SlotPool, SlotPoolConfig
 from atropos.tasks.prepare import TaskImages
 from tests.e2e.servers import TOKEN, running
+from tests.repeats import TIMES
 from tests.security.tenants import (
     ADMIN,
     ALICE,
@@ -38,7 +39,7 @@ from tests.security.tenants import (
 )
 from tests.waiting import until
 
-REQUESTS = 1000 * int(os.environ.get("ATROPOS_FAULTS", "1"))
+REQUESTS = 1000 * TIMES
 """Drawn requests of an attack; 10^5 by `python -m tests.security.tenants 100000`."""
 
 

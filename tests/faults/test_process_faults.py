@@ -26,12 +26,12 @@ from tests import privileges
 from tests.faults.proxy import Fault, proxied
 from tests.images.test_leases import busybox_image, pool_for
 from tests.processes import adopt_orphans, alive, descendants, first_processes
+from tests.repeats import TIMES
 from tests.small_disk import keeping_files_on, small_disk
 from tests.unit.server.fakes import TOKEN
 from tests.unit.server.test_serve import ROOT, Process, running
 from tests.waiting import until
 
-TIMES = int(os.environ.get("ATROPOS_FAULTS", "1"))
 pytestmark = pytest.mark.timeout(240 + 30 * TIMES)
 ids = itertools.count()
 

@@ -13,7 +13,6 @@ import contextlib
 import http.client
 import itertools
 import json
-import os
 import socket
 import struct
 from collections import Counter
@@ -25,10 +24,10 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from atropos import wire
+from tests.repeats import TIMES
 from tests.unit.server.fakes import TOKEN
 from tests.unit.server.test_serve import Process, running
 
-FACTOR = int(os.environ.get("ATROPOS_FAULTS", "1"))
 ANSWER_S = 1.0
 """A wait that a request asked for may be longer: then its connection is closed."""
 READY_S = 60.0
@@ -259,7 +258,7 @@ def fuzzed(fuzz: Fuzz, examples: int) -> None:
         max_examples=examples,
         deadline=None,
         database=None,
-        derandomize=FACTOR == 1,
+        derandomize=TIMES == 1,
         suppress_health_check=list(HealthCheck),
         phases=(Phase.explicit, Phase.generate),
     )
@@ -289,12 +288,12 @@ def fuzzed(fuzz: Fuzz, examples: int) -> None:
         each()
 
 
-@pytest.mark.timeout(240 * FACTOR)
+@pytest.mark.timeout(240 * TIMES)
 async def test_no_request_gets_a_5xx(tmp_path):
     images = {"image_store": {"folder": str(tmp_path)}}
     async with running(slots=8, **images) as server:
         fuzz = Fuzz(server)
-        await asyncio.to_thread(fuzzed, fuzz, 100 * FACTOR)
+        await asyncio.to_thread(fuzzed, fuzz, 100 * TIMES)
         print(sum(fuzz.statuses.values()), dict(fuzz.statuses))
         assert server.process.returncode is None
         await asyncio.to_thread(fuzz.lease)

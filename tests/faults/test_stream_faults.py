@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
 import random
 import time
 
@@ -19,9 +18,9 @@ from atropos.errors import SandboxError
 from atropos.slots.client import SandboxClient
 from atropos.wire import CommandResult, Exec, LeaseRequest
 from tests.faults.proxy import Fault, Proxy, proxied
+from tests.repeats import TIMES
 from tests.unit.server.fakes import TOKEN, FakeHost, serving
 
-TIMES = int(os.environ.get("ATROPOS_FAULTS", "1"))
 pytestmark = pytest.mark.timeout(120 + 30 * TIMES)
 ids = itertools.count()
 

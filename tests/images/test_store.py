@@ -38,6 +38,7 @@ from tests.images.making import as_index, entry, folder, layer, layout, link
 from tests.images.registry import PASSWORD, USER, registry
 from tests.images.stacks import shown
 from tests.needs import require
+from tests.repeats import TIMES
 from tests.waiting import until
 
 pytestmark = privileges.owners
@@ -1098,7 +1099,7 @@ async def test_a_kill_leaves_an_image_whole_or_gone(tmp_path, images):
     root = tmp_path / "store"
     root.mkdir()
     whole = 0
-    rounds = int(os.environ.get("ATROPOS_FAULTS", "1")) * 6
+    rounds = TIMES * 6
     for index in range(rounds):
         shutil.rmtree(root)
         root.mkdir()

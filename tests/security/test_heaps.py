@@ -16,12 +16,12 @@ from atropos import wire
 from atropos.slots import SlotPool
 from tests import privileges
 from tests.backends import Engine
+from tests.repeats import TIMES
 from tests.security.test_races import archive
 from tests.security.test_what_programs_say_and_leave import says
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
-TIMES = int(os.environ.get("ATROPOS_FAULTS", "1"))
 FILES = 200_000 if TIMES > 1 else 30_000
 
 HEAPS = f"""

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from tests.repeats import TIMES
 from tests.security import programs
 from tests.security.calm import Clock, Control, Watch
 from tests.security.conftest import NEIGHBOUR
@@ -37,7 +38,7 @@ FEW = (
     "inotify_without_end",
     "orphans_and_zombies_without_end",
 )
-BOMBS = programs.BOMBS if int(os.environ.get("ATROPOS_FAULTS", "1")) > 1 else FEW
+BOMBS = programs.BOMBS if TIMES > 1 else FEW
 """Each takes about five seconds: CI times one of each kind, `ATROPOS_FAULTS=2` all (what they can do is tried in any
 case)."""
 

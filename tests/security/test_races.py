@@ -16,12 +16,12 @@ import time
 import pytest
 
 from atropos import wire
+from tests.repeats import TIMES
 from tests.security.conftest import SECRET
 from tests.security.test_what_programs_say_and_leave import says
 from tests.waiting import SLOWNESS
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
-TIMES = int(os.environ.get("ATROPOS_FAULTS", "1"))
 NAME = f"race-{os.urandom(6).hex()}"
 
 SWAP = r"""

@@ -8,7 +8,6 @@ verifies where the agent worked; what it doesn't withstand stands apart.
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 
 import pytest
@@ -21,6 +20,7 @@ from atropos.tasks.prepare import TaskImages
 from tests.e2e.hermes_support import call, groups, make, running_policy, script
 from tests.e2e.test_tasks import no_server_is_awaited
 from tests.files import write_files
+from tests.repeats import TIMES
 from tests.security.conftest import LIMITS
 
 __all__ = ["no_server_is_awaited"]
@@ -172,7 +172,7 @@ def plain(task, tmp_path_factory):
 
 def some(works, first=0):
     """Of the works, those that are tried where all are tried in another mode; ATROPOS_FAULTS above 1 tries all."""
-    step = 6 if int(os.environ.get("ATROPOS_FAULTS", "1")) == 1 else 1
+    step = 6 if TIMES == 1 else 1
     return dict(list(works.items())[first % step :: step])
 
 

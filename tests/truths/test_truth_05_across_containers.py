@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import time
 
 import pytest
+
+from tests.repeats import TIMES
 
 pytestmark = pytest.mark.alone("compares times")
 TRAJECTORIES, CALLS = 32, 40
@@ -30,9 +31,7 @@ TRIED = [(containers, kind) for containers in (2, 4) for kind in KINDS]
 """Each number and each kind in CI, and above ATROPOS_FAULTS=1 each of one with each of the other."""
 
 
-@pytest.mark.parametrize(
-    ("containers", "kind"), TRIED if int(os.environ.get("ATROPOS_FAULTS", "1")) > 1 else TRIED[:: len(TRIED) - 1]
-)
+@pytest.mark.parametrize(("containers", "kind"), TRIED if TIMES > 1 else TRIED[:: len(TRIED) - 1])
 async def test_no_container_stands_still(local_pool, containers, kind):
     busy = KINDS[kind]
     size = {"slots_per_container": TRAJECTORIES // containers, "min_containers": containers}

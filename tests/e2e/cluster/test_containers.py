@@ -11,9 +11,10 @@ import pytest
 
 from atropos.slots import SlotPool
 from tests.e2e.cluster.load import Load, kill_server
-from tests.e2e.cluster.test_nodes import TIMES, config_for, nothing_left
+from tests.e2e.cluster.test_nodes import config_for, nothing_left
 from tests.e2e.nomad_proxy import NomadProxy
 from tests.engines import containers_of_allocation, kill_container
+from tests.repeats import TIMES
 from tests.waiting import until
 
 pytestmark = [pytest.mark.nomad, pytest.mark.xdist_group("cluster"), pytest.mark.timeout(1800)]

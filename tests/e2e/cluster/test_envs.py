@@ -11,9 +11,10 @@ from atropos.slots import SlotPool
 from tests.e2e.cluster.load import kill_server
 from tests.e2e.cluster.programs import env_program
 from tests.e2e.cluster.test_containers import container_of
-from tests.e2e.cluster.test_nodes import TIMES, config_for, nothing_left
+from tests.e2e.cluster.test_nodes import config_for, nothing_left
 from tests.e2e.hermes_support import running_policy
 from tests.engines import kill_container
+from tests.repeats import TIMES
 from tests.waiting import until
 
 pytestmark = [pytest.mark.nomad, pytest.mark.xdist_group("cluster"), pytest.mark.timeout(1800)]

@@ -16,10 +16,10 @@ from atropos.slots import SlotPool
 from tests.e2e.cluster.agents import VALID_S
 from tests.e2e.cluster.load import Load
 from tests.engines import containers_of_allocation, pool_config, remove_container
+from tests.repeats import TIMES
 from tests.waiting import until
 
 pytestmark = [pytest.mark.nomad, pytest.mark.xdist_group("cluster"), pytest.mark.timeout(1800)]
-TIMES = int(os.environ.get("ATROPOS_FAULTS", "1"))
 LEADER_GONE_S = float(os.environ.get("ATROPOS_LEADER_GONE_S", VALID_S + 1))
 """Longer than the clients' heartbeats are valid: when the leader is back it believes that every node is gone."""
 DRAIN_S = 2

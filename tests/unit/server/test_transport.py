@@ -28,10 +28,11 @@ from atropos.sandbox.server.snapshots.layer_tar import COPY_BYTES, packed_layers
 from tests import privileges
 from tests.needs import needs
 from tests.processes import descendants
+from tests.repeats import TIMES
 from tests.waiting import until
 
 PROGRAM = snapshot_tar.__file__
-DEPTH = 3_000 if int(os.environ.get("ATROPOS_FAULTS", "1")) == 1 else 20_000
+DEPTH = 3_000 if TIMES == 1 else 20_000
 
 
 def facts(top: bytes) -> dict[bytes, tuple]:
