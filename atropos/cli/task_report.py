@@ -24,11 +24,12 @@ _WIDTHS = {"task": 4, "status": 7, "image": 5, "prepared": 9, "size": 10, "verif
 """The columns of a line, with the agents' rewards after the status, and how wide they are at least."""
 _BASE = "the slots' base"
 _CURES = {
-    "base stands in for": "--pull pulls it",
-    "slots have no network": "--network gives them filtered egress",
-    "egress_allow leaves it out": "--egress-allow adds it",
+    "images": " (--pull pulls it)",
+    "network": " (--network gives them filtered egress)",
+    "egress": " (--egress-allow adds it)",
+    None: "",
 }
-"""What to pass, by words of a note."""
+"""What to pass, by the setting that a note names."""
 _PAGE_PAUSE = 20
 """Times that writing the page took, for which it isn't written again: it has all findings, and takes longer with
 each."""
@@ -174,10 +175,6 @@ def _summary(findings: Sequence[TaskFinding]) -> str:
 
 def _notes(findings: Sequence[TaskFinding]) -> list[str]:
     """What is different here, once for all the tasks that it concerns."""
-    counts = Counter(("note", f"{note}{_cure(note)}") for finding in findings for note in finding.notes)
+    counts = Counter(("note", f"{note.text}{_CURES[note.setting]}") for finding in findings for note in finding.notes)
     counts.update((one.verifier.mode, one.verifier.reason) for one in findings if one.verifier is not None)
     return [f"{kind}, {count} task{'s' * (count > 1)}: {note}" for (kind, note), count in counts.most_common()]
-
-
-def _cure(note: str) -> str:
-    return next((f" ({cure})" for words, cure in _CURES.items() if words in note), "")

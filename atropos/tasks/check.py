@@ -22,7 +22,7 @@ from atropos.resources import Resources
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.tasks.attempt import Agent, Attempt, TaskRun
 from atropos.tasks.errors import TaskBroken, VerifierFailed
-from atropos.tasks.fit import STAND_INS, Policy, Room, TaskFit, fit, largest_on_disk
+from atropos.tasks.fit import STAND_INS, Note, Policy, Room, TaskFit, fit, largest_on_disk
 from atropos.tasks.folder import TaskSet
 from atropos.tasks.format.task import Task
 from atropos.tasks.prepare import TaskImages
@@ -93,14 +93,14 @@ class TaskFinding:
     image: str | None = None
     attempts: dict[str, Attempt] | None = None
     clamped: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
     problems: tuple[str, ...] = ()
     verifier: Choice | None = None
     runs: Exposure | None = None
 
     def json(self) -> dict[str, object]:
-        """As plain data."""
-        return asdict(self)
+        """As plain data, notes as their texts."""
+        return {**asdict(self), "notes": [note.text for note in self.notes]}
 
 
 async def check(
@@ -208,7 +208,7 @@ async def _prepare(layers: VerifierLayers, images: TaskImages) -> None:
 
 
 def _refused(task: Task, fitting: TaskFit) -> TaskFinding:
-    notes = (*fitting.notes, *task.warnings)
+    notes = (*fitting.notes, *map(Note, task.warnings))
     return TaskFinding(task.name, "refused", task.image, clamped=fitting.clamped, notes=notes, problems=fitting.refused)
 
 
@@ -219,7 +219,7 @@ async def _checked(
     turn: asyncio.Semaphore,
     attempt: Callable[[Agent, Literal["task"] | Mode], Awaitable[Attempt]],
 ) -> TaskFinding:
-    notes = (*fitting.notes, *task.warnings, *surroundings.notes(task))
+    notes = (*fitting.notes, *map(Note, (*task.warnings, *surroundings.notes(task))))
     try:
         chosen = choose(task)
     except OSError as error:
@@ -245,7 +245,7 @@ async def _checked(
         ]
     attempts = dict(zip(map(str, config.agents), results, strict=True))
     problems = [*dict.fromkeys(_problems(attempts)), *hints]
-    notes += tuple({f"not enforced: {one.unbounded}": None for one in results if one.unbounded})
+    notes += tuple({Note(f"not enforced: {one.unbounded}"): None for one in results if one.unbounded})
     broken = all(one.prepared_s is None for one in results)
     return TaskFinding(
         task.name,

@@ -30,6 +30,14 @@ there is (`old`), every size is, or none."""
 
 
 @dataclass(frozen=True)
+class Note:
+    """What is different in a slot, and may matter. `setting`: what changes it; None: nothing does."""
+
+    text: str
+    setting: Literal["images", "network", "egress"] | None = None
+
+
+@dataclass(frozen=True)
 class Room:
     """What a slot has, and what a lease may ask for beyond that.
 
@@ -101,7 +109,6 @@ class TaskFit:
     Attributes:
         refused: what the slot doesn't give, each as `field: reason; cure`.
         clamped: wishes that were lowered to what there is.
-        notes: what is different here and may matter.
         limits: what its leases ask for, with the services beside it; None: a plain slot will do.
         verifier: likewise, of machines of separate verifiers.
         lowered: for each limit below what the task asks for, why, and the cure.
@@ -110,7 +117,7 @@ class TaskFit:
 
     refused: tuple[str, ...] = ()
     clamped: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
     limits: LeaseLimits | None = None
     verifier: LeaseLimits | None = None
     lowered: Mapping[Limit, str] = field(default_factory=dict["Limit", str])
@@ -143,7 +150,7 @@ def fit(task: Task, room: Room, *, images: Sequence[str] = STAND_INS, policy: Po
     if others:
         members = tuple(room.beyond(each.wanted(one, _table(one))) or LeaseLimits() for one, each in others)
         limits = (limits or LeaseLimits()).model_copy(update={"members": members})
-    refused, clamped, notes = sizes.refused, sizes.clamped, list[str]()
+    refused, clamped, notes = sizes.refused, sizes.clamped, list[Note]()
     together = room.memory_of(limits)
     if task.beside and room.most_mib is not None and together > room.most_mib:
         refused.append(
@@ -157,7 +164,7 @@ def fit(task: Task, room: Room, *, images: Sequence[str] = STAND_INS, policy: Po
     _stand_in(task, images, refused, notes)
     if servers := task.config.environment.mcp_servers:
         names = ", ".join(server.name for server in servers)
-        notes.append(f"environment.mcp_servers: the prompt names {names}; nothing starts or connects to them")
+        notes.append(Note(f"environment.mcp_servers: the prompt names {names}; nothing starts or connects to them"))
     for one in task.steps or (task,):
         _network(one, room, refused, notes)
     return TaskFit(
@@ -171,7 +178,7 @@ def fit(task: Task, room: Room, *, images: Sequence[str] = STAND_INS, policy: Po
     )
 
 
-def _stand_in(task: Task, images: Sequence[str], refused: list[str], notes: list[str]) -> None:
+def _stand_in(task: Task, images: Sequence[str], refused: list[str], notes: list[Note]) -> None:
     """Add what is to be said of images in whose place slots have their base."""
     for one in task.machines:
         image = one.image
@@ -179,7 +186,7 @@ def _stand_in(task: Task, images: Sequence[str], refused: list[str], notes: list
             continue
         table = "" if one is task else "verifier." if one in task.verifiers else f"{_table(one)}."
         field = f"{table}environment.docker_image" if one.config.environment.docker_image else f"{table}FROM"
-        notes.append(f"{field}: the slots' base stands in for {image}")
+        notes.append(Note(f"{field}: the slots' base stands in for {image}", "images"))
         if one.unbuildable is not None:
             refused.append(f"{one.unbuildable}; or pull {image}, which `task_images` has the slots' base stand in for")
 
@@ -265,13 +272,13 @@ class _Sizes:
             self.refused.append(f"{text}; {cure}")
 
 
-def _network(task: Task, room: Room, refused: list[str], notes: list[str]) -> None:
+def _network(task: Task, room: Room, refused: list[str], notes: list[Note]) -> None:
     """What the phases ask for; the pool's own list bounds them all."""
     pool = egress_policy.Policy.of_slots(room.egress)
     for table, hosts in (("agent", task.agent_hosts), ("verifier", task.verifier_hosts)):
         if not room.network:
             if hosts != ():
-                notes.append(f"{table}.network_mode: slots have no network")
+                notes.append(Note(f"{table}.network_mode: slots have no network", "network"))
             continue
         if hosts is not None and len(hosts) > MAX_HOSTS:
             refused.append(
@@ -284,7 +291,8 @@ def _network(task: Task, room: Room, refused: list[str], notes: list[str]) -> No
                 refused.append(str(error))
                 continue
             if not _reached(rule, pool):
-                notes.append(f"{table}.allowed_hosts: {host} is not reached; the pool's egress_allow leaves it out")
+                text = f"{table}.allowed_hosts: {host} is not reached; the pool's egress_allow leaves it out"
+                notes.append(Note(text, "egress"))
 
 
 def _reached(rule: Rule, pool: egress_policy.Policy) -> bool:

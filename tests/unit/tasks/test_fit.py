@@ -72,7 +72,10 @@ def test_networks_within_the_pool_s_are_reached(tmp_path):
     toml = "[agent]\nnetwork_mode = 'allowlist'\nallowed_hosts = ['10.1.0.0/16', '10.2.0.0/16:81', '11.0.0.0/8']\n"
     files = {"instruction.md": "Do it.\n", "environment/a": "a", "tests/test.sh": "true\n", "task.toml": toml}
     found = fit(load_task(write_files(tmp_path / "demo", files)), replace(ROOM, egress=("10.0.0.0/8",)))
-    assert [note.split()[1] for note in found.notes if "allowed_hosts" in note] == ["10.2.0.0/16:81", "11.0.0.0/8"]
+    assert [note.text.split()[1] for note in found.notes if note.setting == "egress"] == [
+        "10.2.0.0/16:81",
+        "11.0.0.0/8",
+    ]
 
 
 @pytest.mark.parametrize(

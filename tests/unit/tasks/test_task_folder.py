@@ -18,7 +18,7 @@ from atropos.config import SandboxSettings
 from atropos.errors import ConfigError
 from atropos.resources import Resources
 from atropos.tasks.builder.archive import LargeFile, changed_mode, pack, unpack_steps
-from atropos.tasks.fit import Room, TaskFit, fit, largest_on_disk
+from atropos.tasks.fit import Note, Room, TaskFit, fit, largest_on_disk
 from atropos.tasks.folder import load_task, read_folders, read_tasks
 from atropos.tasks.format import tars
 from atropos.tasks.format.context import Context, walk
@@ -891,7 +891,8 @@ def test_patterns_choose_the_base(folder):
     (folder / "environment/Dockerfile").write_text("FROM python:3.11-slim\nCOPY . .\n")
     task = load_task(folder)
     room = Room(Resources(memory_mib=1, disk_mib=1))
-    assert fit(task, room, images=("python:3*",)).notes == ("FROM: the slots' base stands in for python:3.11-slim",)
+    [note] = fit(task, room, images=("python:3*",)).notes
+    assert note == Note("FROM: the slots' base stands in for python:3.11-slim", "images")
     assert fit(task, room, images=("debian*",)).notes == ()
 
 
@@ -1091,7 +1092,7 @@ def test_unreachable_hosts_are_noted(folder):
         "[verifier]\nnetwork_mode = 'allowlist'\nallowed_hosts = ['not a host']\n"
     )
     found = fit(load_task(folder), room)
-    assert [note.split(":")[1].split()[0] for note in found.notes] == ["a.b", "10.0.0.0/8"]
+    assert [note.text.split(":")[1].split()[0] for note in found.notes] == ["a.b", "10.0.0.0/8"]
     assert len(found.refused) == 1
     assert found.refused[0].startswith("verifier.allowed_hosts: 'not a host'")
     many = ", ".join(f"'a{number}.debian.org'" for number in range(257))
@@ -1101,9 +1102,8 @@ def test_unreachable_hosts_are_noted(folder):
     (folder / "task.toml").write_text(f"[agent]\nnetwork_mode = 'allowlist'\nallowed_hosts = [{most}]\n")
     assert fit(load_task(folder), room).refused == ()
     (folder / "task.toml").write_text("[environment]\nnetwork_mode = 'public'\n")
-    assert fit(load_task(folder), Room(Resources(memory_mib=1024, disk_mib=512), network=False)).notes == (
-        "agent.network_mode: slots have no network",
-        "verifier.network_mode: slots have no network",
+    assert fit(load_task(folder), Room(Resources(memory_mib=1024, disk_mib=512), network=False)).notes == tuple(
+        Note(f"{phase}.network_mode: slots have no network", "network") for phase in ("agent", "verifier")
     )
 
 
