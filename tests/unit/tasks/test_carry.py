@@ -1,6 +1,7 @@
 """What a hostile slot packs can't reach out of the folder that it is unpacked in."""
 
 import bz2
+import errno
 import gzip
 import io
 import lzma
@@ -11,8 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from atropos.slots.slot.results import SlotFileError
 from atropos.tasks.errors import VerifierFailed
-from atropos.tasks.verifier.carry import copy_safely
+from atropos.tasks.verifier.carry import CarriedArtifact, TooLarge, carry_out, copy_safely
+from atropos.wire import FileResult
 
 KINDS = {"f": tarfile.REGTYPE, "d": tarfile.DIRTYPE, "s": tarfile.SYMTYPE, "h": tarfile.LNKTYPE, "c": tarfile.CHRTYPE}
 
@@ -97,6 +100,36 @@ def test_a_hard_link_becomes_the_file():
     with tarfile.open(fileobj=io.BytesIO(safely(out.getvalue(), "/root", (".cache",)))) as tar:
         assert [(one.name, one.linkname) for one in tar] == [("one", ""), ("two", "one")]
         assert tar.extractfile("one").read() == tar.extractfile("two").read() == b"abc"
+
+
+def test_hard_links_are_known(tmp_path):
+    for members, known in (((), False), ((("h", "b", "a"),), True)):
+        kinds = copy_safely(io.BytesIO(archive(("f", "a", ""), *members)), io.BytesIO(), "/app")
+        assert CarriedArtifact(tmp_path, None, kinds).has_hard_links == known
+
+
+@pytest.mark.parametrize(
+    ("number", "raised", "calls"),
+    [(errno.EIO, VerifierFailed, ["read", "quiesce", "read"]), (errno.EFBIG, TooLarge, ["read"])],
+)
+async def test_only_what_kills_a_reading_is_ended(tmp_path, number, raised, calls):
+    """A slot's programs, which may be services that the tests ask, live on where a file is too large."""
+    made = []
+
+    class Slot:
+        async def run(self, _):
+            return FileResult(data=b"x", size=2, mode=0o644)
+
+        async def read_file_to(self, *_, **__):
+            made.append("read")
+            raise SlotFileError(number, "no")
+
+        async def quiesce(self):
+            made.append("quiesce")
+
+    with pytest.raises(VerifierFailed) as caught:
+        await carry_out(Slot(), "/app/a", tmp_path / "a", max_bytes=1)
+    assert (caught.type, made) == (raised, calls)
 
 
 def test_links_stay_in_the_folder():
