@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 
@@ -28,16 +28,10 @@ class Resources:
 
     def _each(self, amount: Callable[[Any, Any], Any], other: Resources) -> Resources:
         """Both, amount by amount."""
-        return Resources(
-            amount(self.memory_mib, other.memory_mib),
-            amount(self.disk_mib, other.disk_mib),
-            amount(self.pids, other.pids),
-            amount(self.cpus, other.cpus),
-            amount(self.gpus, other.gpus),
-        )
+        return Resources(*map(amount, self._amounts, other._amounts))
 
     @property
-    def _amounts(self) -> tuple[float, ...]:
+    def _amounts(self) -> tuple[Any, ...]:
         return self.memory_mib, self.disk_mib, self.pids, self.cpus, self.gpus
 
     def __add__(self, other: Resources) -> Resources:
@@ -48,24 +42,18 @@ class Resources:
         return self._each(_less, other)
 
     def __mul__(self, times: int) -> Resources:
-        return Resources(
-            self.memory_mib * times, self.disk_mib * times, self.pids * times, self.cpus * times, self.gpus * times
-        )
+        return Resources(*(amount * times for amount in self._amounts))
 
     def __floordiv__(self, shares: int) -> Resources:
-        return Resources(
-            self.memory_mib // shares,
-            self.disk_mib // shares,
-            self.pids // shares,
-            self.cpus / shares,
-            self.gpus // shares,
-        )
+        """An equal share; of cores a part will do."""
+        return replace(Resources(*(amount // shares for amount in self._amounts)), cpus=self.cpus / shares)
 
     def __bool__(self) -> bool:
         return any(self._amounts)
 
     def fits(self, room: Resources) -> bool:
         """Whether there is room for all of it."""
+        # Written out, as it is asked of each container for each waiting acquire.
         return (
             self.memory_mib <= room.memory_mib
             and self.pids <= room.pids
