@@ -16,6 +16,9 @@ from atropos.tasks.verifier.mode import choose
 from atropos.tasks.verifier.reward import Verdict, passed, read_verdict
 from atropos.tasks.verifier.surroundings import Surroundings
 from tests.files import write_files
+from tests.unit.tasks.test_task_folder import folder
+
+__all__ = ["folder"]
 
 
 @pytest.fixture
@@ -53,6 +56,25 @@ async def test_tests_kept_from_the_cpu_run_again(task, monkeypatch, used, runs):
     with contextlib.nullcontext() if runs == 2 else pytest.raises(VerifierFailed, match="took longer"):
         assert (await judging.judge(None, task, Surroundings())).reward == 1
     assert len(results) == 2 - runs
+
+
+@pytest.mark.parametrize("company", [False, True])
+async def test_only_company_is_watched(folder, monkeypatch, company):
+    """It takes seconds, in which programs of the agent's that are alive could write a reward."""
+    watched = []
+
+    async def watch(*_):
+        watched.append(True)
+
+    async def run(*_):
+        return ExecResult(-9, "", b"", timed_out=True), 1000.0
+
+    monkeypatch.setattr(judging, "_watch_company", watch)
+    monkeypatch.setattr(judging, "_run_tests", run)
+    surroundings = Surroundings(company=True) if company else Surroundings()
+    with pytest.raises(VerifierFailed, match="took longer"):
+        await judging.judge(None, load_task(folder), surroundings)
+    assert bool(watched) == company
 
 
 async def test_summaries_are_found_in_linear_time(task):

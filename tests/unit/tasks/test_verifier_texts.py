@@ -8,11 +8,15 @@ import sys
 
 import pytest
 
+from atropos.slot_python import VERIFIER_PYTHON
+from atropos.slots.slot.profile import PLAIN, Profile, UserAccount
 from atropos.tasks.folder import load_task
 from atropos.tasks.verifier import elsewhere
 from atropos.tasks.verifier.mode import choose
-from atropos.tasks.verifier.surroundings import Surroundings
+from atropos.tasks.verifier.preceding import preceded
+from atropos.tasks.verifier.surroundings import Surroundings, Wishes, environment, notes
 from atropos.tasks.verifier.texts import TaskTexts, is_spoken_of, unspoken_names, written
+from atropos.wire import VIEW_HOME
 from tests.files import write_files
 from tests.unit.tasks.test_task_folder import folder
 
@@ -90,6 +94,24 @@ def test_what_tests_alone_name():
     assert {"expected.txt", "rows.csv"} <= set(names)
 
 
+@pytest.mark.parametrize(
+    ("brought", "own", "found"),
+    [
+        ("/a/x.py /a/x.txt /a/x.js", "", "/a/x.py /a/x.js"),
+        ("/a/x.py", "/a/x/__init__.py", ""),
+        ("/a/x.py", "/a/x.cpython-311-x86_64-linux-gnu.so", ""),
+        ("/a/x.py /b/x.py", "/b/x.so /a/y.so", "/a/x.py"),
+        ("/a/x.js /b/x.js", "/a/x", "/b/x.js"),
+        ("/a/Makefile", "/a/Makefile", "/a/Makefile"),
+        ("/a/makefile /a/Makefile", "/a/Makefile /a/makefile", "/a/makefile"),
+        ("/a/Makefile /b/Makefile", "/a/GNUmakefile /a/Makefile /b/Makefile", "/b/Makefile"),
+    ],
+)
+def test_what_else_would_be_taken_for_a_file(brought, own, found):
+    """One's own may be: a package for a module, rules that make reads first."""
+    assert preceded(brought.split(), own.split()) == found.split()
+
+
 LOADING = (
     "BASH_ENV COMPILER_PATH GIT_CONFIG_GLOBAL IPYTHONDIR JAVA_TOOL_OPTIONS LD_PRELOAD LESSOPEN LUA_INIT MYPYPATH NODE_OPTIONS "
     "NUMBA_CACHE_DIR OPENSSL_CONF PERL5OPT PHPRC PYTHONUSERBASE RUBYOPT RUSTC_WRAPPER R_LIBS TMPDIR XDG_CONFIG_HOME npm_config_prefix"
@@ -137,6 +159,33 @@ def test_tools_of_a_home_are_the_images():
     assert found.variables({"PATH": path})["PATH"].split(":")[:3] == [
         *("/run/home/.local/bin", "/usr/bin", "/run/home/go/bin"),
     ]
+
+
+def test_what_the_agent_wrote_is_not_run(folder):
+    """Beside it, by the variables of usual programs; where it wrote nothing, tests have the machine's alone."""
+    task, user = load_task(folder), Profile(user=UserAccount("judge", 1000, 1000, "/home/judge"))
+    own = {"PYTHONDONTWRITEBYTECODE", "PYTHONNOUSERSITE", "npm_config_ignore_scripts", "PYTHONPATH", "HOME"}
+    assert not own & set(environment(task, PLAIN, Surroundings()))
+    beside = environment(task, PLAIN, Surroundings(("/root",), home="/root", wishes=Wishes(installs=True)))
+    assert own <= set(beside)
+    assert (beside["HOME"], beside["PYTHONPATH"]) == (VIEW_HOME, VERIFIER_PYTHON)
+    beside = environment(task, user, Surroundings(("/app",)))
+    assert own & set(beside) == {"PYTHONDONTWRITEBYTECODE", "PYTHONPATH", "HOME"}
+    assert beside["HOME"] == "/home/judge"
+
+
+@pytest.mark.parametrize(("workdir", "named"), [("/app", ["PYTHONPATH"]), ("/", [])])
+def test_variables_that_tests_lack_are_named(folder, workdir, named):
+    lines = f"FROM debian\nENV PYTHONPATH=/app/lib OWN=/app\nWORKDIR {workdir}\n"
+    (folder / "environment/Dockerfile").write_text(lines)
+    assert [note.split()[0] for note in notes(load_task(folder))] == named
+
+
+@pytest.mark.parametrize(("asked", "links"), [("Make a symlink.", True), ("Make a file.", False)])
+def test_links_that_are_asked_for_are_wanted(asked, links):
+    wishes = Wishes.of(TaskTexts(asked, ()))
+    assert (wishes.links, wishes.refuses_links) == (links, False)
+    assert wishes.where_links_lead_out().refuses_links == (not links)
 
 
 def test_a_stepped_clock_hides_nothing(tmp_path):
