@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from atropos.slot_python import VERIFIER_PYTHON
+from atropos.slots import ExecResult
 from atropos.slots.slot.profile import PLAIN, Profile, UserAccount
 from atropos.tasks.folder import load_task
-from atropos.tasks.verifier import elsewhere
+from atropos.tasks.verifier import disarming, elsewhere
+from atropos.tasks.verifier.disarming import understand
 from atropos.tasks.verifier.mode import choose
-from atropos.tasks.verifier.preceding import preceded
+from atropos.tasks.verifier.preceding import make_way, preceded, take_places
 from atropos.tasks.verifier.surroundings import Surroundings, Wishes, environment, notes
 from atropos.tasks.verifier.texts import TaskTexts, is_spoken_of, unspoken_names, written
 from atropos.wire import VIEW_HOME
@@ -110,6 +114,58 @@ def test_what_tests_alone_name():
 def test_what_else_would_be_taken_for_a_file(brought, own, found):
     """One's own may be: a package for a module, rules that make reads first."""
     assert preceded(brought.split(), own.split()) == found.split()
+
+
+@pytest.mark.parametrize(
+    ("asked", "test", "found"),
+    [
+        ("", "cp /tests/Makefile .; cp /tests/own.js .", "/app/Makefile /app/own.js"),
+        ("Write GNUmakefile.", "cp /tests/Makefile .", ""),
+        ("", "cp /tests/own.py .", ""),
+        ("", "cp /tests/own.py .; chmod -R a+r .", "/app/own.py"),
+        ("Write own.py and own.js.", "cp /tests/own.py .; cp /tests/own.js .; chmod -R a+r .", ""),
+    ],
+)
+def test_which_files_others_would_be_taken_for(asked, test, found):
+    """Python's modules only where their times don't tell it."""
+    assert " ".join(understand(TaskTexts(asked, (test,)), "/app", ("/app",), ()).preceded) == found
+
+
+@pytest.mark.parametrize(("asked", "cut"), [("", (["/app/own"], "own")), ("Make symlinks.", ((), ""))])
+async def test_links_that_are_spoken_of_stay(monkeypatch, asked, cut):
+    async def cut_links(_slot, _folders, _places, *what):
+        calls.append(what[:2])
+
+    calls = []
+    monkeypatch.setattr(disarming, "cut_links", cut_links)
+    read = understand(TaskTexts(asked, ("mkdir own",)), "/app", ("/app",), ())
+    read = replace(read, written=("/app/own", "/tmp/other", "/app"), names="own")
+    surroundings = Surroundings(("/app",), wishes=read.wishes)
+    await disarming.disarm(None, surroundings, read, links=False)
+    await disarming.disarm(None, surroundings, read, links=True)
+    assert calls == [cut]
+
+
+class Here:
+    """What takes a slot's commands, and runs them on this machine."""
+
+    async def exec(self, command, **_):
+        done = await asyncio.to_thread(subprocess.run, command, stdout=subprocess.PIPE, check=False)
+        return ExecResult(done.returncode, done.stdout.decode(), done.stdout)
+
+
+async def test_what_would_be_taken_is_removed(tmp_path):
+    write_files(
+        tmp_path, dict.fromkeys(("GNUmakefile", "x.so", "__pycache__/x.cpython-311.pyc", "y.so", "z/__init__.py"), "a")
+    )
+    assert await make_way(None, []) == await take_places(None, []) == ""
+    assert await make_way(Here(), [f"{tmp_path}/Makefile", f"{tmp_path}/x.py"]) == ""
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["__init__.py", "__pycache__", "y.so", "z"]
+    assert await make_way(Here(), [f"{tmp_path}/z.py"]) == (
+        f"{tmp_path}/z.py would not be what runs: {tmp_path}/z/__init__.py is imported in its place"
+    )
+    assert await take_places(Here(), [f"{tmp_path}/z"]) == ""
+    assert not (tmp_path / "z").exists()
 
 
 LOADING = (
