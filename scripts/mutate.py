@@ -20,14 +20,12 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import aiohttp  # noqa: F401 (what every test imports is imported once, before the processes part)
-import hypothesis  # noqa: F401
-import pydantic  # noqa: F401
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -125,21 +123,71 @@ class Mutated(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoader
         return compile(ast.fix_missing_locations(self._tree), self.path, "exec")
 
 
+class Absent(importlib.abc.MetaPathFinder):
+    """Refuses to import a module."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def find_spec(self, fullname, path=None, target=None):  # noqa: ARG002
+        if fullname == self._name:
+            raise ImportError(fullname)
+
+
+def load_others(module: Path, arguments: list[str]) -> None:
+    """Import what the tests need and what doesn't import the module, once, before the processes part."""
+    with tempfile.TemporaryFile("w+") as names:
+
+        def collect() -> int:
+            code = pytest.main(["--collect-only", "-p", "no:xdist", *arguments])
+            names.write("\n".join(sys.modules))
+            names.flush()
+            return int(code)
+
+        if not parted(collect, 1200):
+            return
+        names.seek(0)
+        absent = Absent(dotted(module))
+        sys.meta_path.insert(0, absent)
+        for name in names.read().split():
+            if not name.startswith(("tests", "conftest")):  # whose assertions pytest rewrites
+                before = set(sys.modules)
+                try:
+                    importlib.import_module(name)
+                except Exception:  # it needs the module: what it imported may have some of its half-made package
+                    for half in {each for each in sys.modules if each.split(".")[0] == "atropos"} - before:
+                        del sys.modules[half]
+        sys.meta_path.remove(absent)
+
+
+def dotted(module: Path) -> str:
+    """The name by which a module is imported."""
+    return ".".join(module.relative_to(ROOT).with_suffix("").parts)
+
+
 def tested(module: Path, mistake: Mistake | None, tree: ast.AST, arguments: list[str], within_s: float) -> bool:
     """Whether the tests pass, run in a process of its own."""
+
+    def run() -> int:
+        if mistake is not None:
+            mistake.make()
+        sys.meta_path.insert(0, Mutated(dotted(module), module, tree))
+        return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *arguments]))
+
+    return parted(run, within_s)
+
+
+def parted(work: Callable[[], int], within_s: float) -> bool:
+    """Whether work ends with 0 in a process of its own."""
     child = os.fork()
     if child == 0:
         os.setsid()
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)
         os.dup2(nowhere, 2)
-        if mistake is not None:
-            mistake.make()
-        name = ".".join(module.relative_to(ROOT).with_suffix("").parts)
-        sys.meta_path.insert(0, Mutated(name, module, tree))
         code = 1
         try:
-            code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *arguments]))
+            code = work()
         finally:
             os._exit(code)
     deadline = time.monotonic() + within_s
@@ -163,13 +211,12 @@ def main() -> int:
     options, arguments = parser.parse_known_args()
     os.chdir(ROOT)
     sys.path.insert(0, str(ROOT))
-    if "envs" in options.module.parts:
-        importlib.import_module("atroposlib.envs.base")  # seconds, which each process would spend
     tree = ast.parse(options.module.read_text())
     first, last = map(int, options.lines.split("-"))
     chosen = [each for each in mistakes(tree) if first <= each.line <= last]
     if options.most is not None and options.most < len(chosen):
         chosen = random.Random(options.seed).sample(chosen, options.most)
+    load_others(options.module, arguments)
     began = time.monotonic()
     if not tested(options.module, None, tree, arguments, 1200):
         print("the tests fail without a mistake")
