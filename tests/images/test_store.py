@@ -1099,7 +1099,7 @@ async def test_a_kill_leaves_an_image_whole_or_gone(tmp_path, images):
     root = tmp_path / "store"
     root.mkdir()
     whole = 0
-    rounds = TIMES * 6
+    rounds = TIMES * 3
     for index in range(rounds):
         shutil.rmtree(root)
         root.mkdir()

@@ -136,8 +136,8 @@ def test_unended_calls_are_bounded(name):
                     assert len(parsed.calls) + len(parsed.errors) <= 129
         return time.process_time() - started
 
-    seconds(500)
-    small, large = seconds(4_000), seconds(32_000)
+    seconds(250)
+    small, large = seconds(2_000), seconds(16_000)
     assert large < max(small, 0.05) * 30
 
 
