@@ -32,7 +32,7 @@ from tests.processes import descendants, first_processes
 from tests.repeats import TIMES
 from tests.waiting import until
 
-GROUPS = 12 * TIMES
+GROUPS = 6 * TIMES
 MEMBERS, TURNS = 4, 5
 KILLED, FAILING = 0.2, 0.1
 NAMESPACE = ToolCall(name="terminal", arguments={"command": "readlink /proc/self/ns/pid"})

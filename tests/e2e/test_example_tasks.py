@@ -1,4 +1,7 @@
-"""The verifiers of the example tasks: five wrong answers to each, which its solution with one mistake gives, score 0."""
+"""The verifiers of the example tasks: wrong answers to each, which its solution with one mistake gives, score 0.
+
+ATROPOS_FAULTS above 1 tries all five mistakes of each, not the second and fourth.
+"""
 
 import asyncio
 import os
@@ -12,6 +15,7 @@ from atropos.tasks.folder import load_task
 from atropos.tasks.prepare import TaskImages
 from atropos.tasks.verifier.layers import VerifierLayers
 from tests.e2e.test_tasks import EXAMPLES, no_server_is_awaited, pool
+from tests.repeats import TIMES
 
 __all__ = ["no_server_is_awaited", "pool"]
 MISTAKES = {
@@ -220,6 +224,6 @@ async def test_wrong_answers_score_0(pool, room, tmp_path, name):
             finally:
                 await run.end()
 
-    mistakes = MISTAKES[name]
+    mistakes = MISTAKES[name] if TIMES > 1 else dict([*MISTAKES[name].items()][1::2])
     scores = await asyncio.gather(*(score(number, *mistake) for number, mistake in enumerate(mistakes.items())))
     assert dict(zip(mistakes, scores, strict=True)) == dict.fromkeys(mistakes, 0.0)
