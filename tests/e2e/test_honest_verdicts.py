@@ -97,6 +97,16 @@ async def test_each_form_of_a_number_is_read(pool, tmp_path, written):
 
 
 @pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("mode", MODES)
+async def test_the_image_has_git_settings(pool, tmp_path, mode):
+    """Of the machine: safe.directory, a proxy, a mirror."""
+    machine = f"{APP}RUN git config --system http.proxy http://mirror:3128\n"
+    task = make_task(tmp_path, test="git config http.proxy && echo 1 > /logs/verifier/reward.txt", dockerfile=machine)
+    async with working_on(pool, task) as run:
+        assert (await run.verify(mode)).reward == 1
+
+
+@pytest.mark.asyncio(loop_scope="module")
 async def test_large_artifacts_are_carried(pool, tmp_path):
     test = "[ -e /app/done ] && [ $(stat -c %s /app/large) = 320000000 ]; echo $((! $?)) > /logs/verifier/reward.txt"
     async with working_on(pool, make_task(tmp_path, test=test, dockerfile=APP)) as run:

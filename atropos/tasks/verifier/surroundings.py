@@ -220,11 +220,7 @@ def program_folders(env: Mapping[str, str]) -> tuple[str, ...]:
 def environment(task: Task, profile: Profile, surroundings: Surroundings) -> dict[str, str]:
     """The variables that a task's tests start with."""
     image, declared = image_variables(task), {name: profile.env[name] for name in task.config.verifier.env}
-    env = {
-        "PATH": PATH,
-        "GIT_CONFIG_NOSYSTEM": "1",
-        **profile.identity,
-    }
+    env = {"PATH": PATH, **profile.identity}
     if not surroundings.folders:
         return {**env, **image, **declared}
     env["PYTHONDONTWRITEBYTECODE"] = "1"  # but for `verifier_site`, which says where it is kept
