@@ -132,11 +132,7 @@ def _allow_waiting(tasks: list[Task], config: TaskEnvConfig) -> None:
     """Raise `acquire_timeout_s` for tasks of several sizes, whose leases wait for the env's own trajectories."""
     if not any(one.limits for task in tasks for one in (task, *task.verifiers)):
         return
-    longest = max(sum(map(_seconds, task.steps or (task,))) for task in tasks)
+    longest = max(task.seconds for task in tasks)
     if longest > config.acquire_timeout_s:
         _log.info("tasks of several sizes: acquire_timeout_s is %g s, as long as the longest of them", longest)
         config.acquire_timeout_s = longest
-
-
-def _seconds(task: Task) -> float:
-    return (task.config.agent.timeout_sec or 3600) + task.config.verifier.timeout_sec

@@ -27,6 +27,7 @@ class Attempt:
         reward: None where there is none; `problem` says why.
         size_bytes: what the prepared workspace added to its base.
         unbounded: which limits its slot lacked, and why.
+        short: whether it reached a limit that is lower than what the task asks for.
         log: tail of what the tests printed.
         ended: how the solution failed, and what it printed.
     """
@@ -37,6 +38,7 @@ class Attempt:
     verifier_s: float | None = None
     size_bytes: int | None = None
     unbounded: str | None = None
+    short: bool = False
     log: str = ""
     ended: str = ""
 

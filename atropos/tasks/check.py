@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from atropos.config import ImageStoreSettings
-from atropos.errors import ConfigError, ImageUnavailable, SandboxError
+from atropos.errors import ConfigError, ImageUnavailable, NotSupported, SandboxError
 from atropos.resources import Resources
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.tasks.attempt import Agent, Attempt, TaskRun
@@ -38,6 +38,7 @@ LEAST = Room(Resources(memory_mib=1024, disk_mib=512))
 ROOMY_MIB = 2048
 """Memory that an attempt should have."""
 SHARED = 'its solution scores 1 in the agent\'s slot: set environment_mode = "shared" or name artifacts'
+AGAIN = ", which is too little: tried again with all of it"
 _PULLED = re.compile(r"image (?P<name>\S+): pulling: ")
 
 
@@ -59,7 +60,7 @@ class CheckConfig:
         egress: the hosts that it reaches; empty: all public ones.
         layers: what is laid over the machine where tests run (`VerifierLayers`).
         image_store: where images are kept and how they are pulled.
-        attempt_s: longest that one agent's attempt may take in all.
+        attempt_s: longest that one agent's attempt may take in all, or as long as the task's own times come to.
     """
 
     agents: tuple[Agent, ...] = ("oracle", "nop")
@@ -134,17 +135,25 @@ async def check(
         done(finding)
     runnable = [fits[task.name].sized(task) for task in tasks.tasks if not fits[task.name].refused]
     if runnable:
-        async with SlotPool(_pool_config(room, config, runnable, slots)) as pool:
+        whole = {task.name: _whole(task, room, config) for task in runnable if fits[task.name].clamped}
+        sized = [*runnable, *(task for task in whole.values() if task is not None)]
+        async with SlotPool(_pool_config(room, config, sized, slots)) as pool:
             images, layers = TaskImages(pool, config.images), VerifierLayers(config.layers)
             turn = asyncio.Semaphore(at_once)
             make_run = partial(TaskRun, images, layers, script=config.script, network=config.network)
 
             async def attempt(task: Task, agent: Agent, mode: Literal["task"] | Mode) -> Attempt:
-                run = make_run(task, agent, progress=partial(progress, task), mode=mode)
-                return await _attempt(run, config.attempt_s)
+                run = partial(make_run, agent=agent, progress=partial(progress, task), mode=mode)
+                longest_s = _longest_s(task, config)
+                first = await _attempt(run(task), longest_s)
+                if first.short and (larger := whole.get(task.name)) is not None:
+                    return replace(await _attempt(run(larger), longest_s), short=True)
+                return first
 
             async def one(task: Task) -> None:
                 finding = await _checked(task, fits[task.name], config, turn, partial(attempt, task))
+                if whole.get(task.name) is not None and any(each.short for each in (finding.attempts or {}).values()):
+                    finding = replace(finding, clamped=tuple(f"{text}{AGAIN}" for text in finding.clamped))
                 findings.append(finding)
                 done(finding)
 
@@ -154,6 +163,12 @@ async def check(
                     for task in runnable:
                         group.create_task(one(task))
     return sorted(findings, key=lambda finding: finding.name)
+
+
+def _whole(task: Task, room: Room, config: CheckConfig) -> Task | None:
+    """The task with all that it asks for; None where no lease has that."""
+    found = fit(task, room, images=config.images, policy="refuse")
+    return None if found.refused else found.sized(task)
 
 
 def _room(config: CheckConfig, slots: int) -> Room:
@@ -167,6 +182,11 @@ def _room(config: CheckConfig, slots: int) -> Room:
         egress=config.egress or LEAST.egress,
         most_mib=None if config.memory_mib else max(memory, _usable_mib()),
     )
+
+
+def _longest_s(task: Task, config: CheckConfig) -> float:
+    """Tests that a busy host held up run twice."""
+    return max(config.attempt_s, task.config.environment.build_timeout_sec + 2 * task.seconds)
 
 
 def _usable_mib() -> int:
@@ -189,7 +209,7 @@ def _pool_config(room: Room, config: CheckConfig, tasks: Sequence[Task], slots: 
         slots_per_container=max(min(slots, fitting), -(-largest // room.slot.memory_mib)),
         min_containers=1,
         max_containers=1,
-        acquire_timeout_s=config.attempt_s,
+        acquire_timeout_s=max(_longest_s(task, config) for task in tasks),
         allow_network=config.network,
         egress_allow=room.egress,
         image_store=config.image_store,
@@ -298,7 +318,8 @@ async def _attempt(run: TaskRun, longest_s: float) -> Attempt:
     except TimeoutError:
         return replace(run.so_far, problem=f"the attempt took longer than {longest_s:g} s")
     except (SandboxError, ConfigError, OSError) as error:
-        return replace(run.so_far, problem=f"{type(error).__name__}: {error}")
+        problem = f"{type(error).__name__}: {error}"
+        return replace(run.so_far, problem=problem, short=isinstance(error, NotSupported))
     except Exception as error:  # a bug of ours: it costs one attempt, and the others go on
         _log.exception("%s: the attempt ended with an internal error", run.name)
         return replace(

@@ -26,7 +26,7 @@ STAND_INS = ("debian*", "ubuntu*", "python:3*", "buildpack-deps*", "ghcr.io/laud
 others are pulled."""
 Policy = Literal["old", "clamp", "refuse"]
 """What becomes of a wish beyond a slot's size: sizes that an old schema wrote out as its defaults are lowered to what
-there is (`old`), every size is, or none."""
+there is (`old`), every size is, or none, when these defaults count as wishes like any other."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,8 @@ class _Sizes:
 
     def wanted(self, task: Task, table: str) -> Resources:
         """What a lease for the task needs. `table`: where task.toml says so."""
-        wants, old, room = task.config.environment, task.config.old, self.room
+        wants, room = task.config.environment, self.room
+        old = task.config.old and self.policy != "refuse"
         memory, storage = wants.memory_mb or 0, wants.storage_mb or 0
         service = task.service or Service()
         # a default of the schema, not a request of the author

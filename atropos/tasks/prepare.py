@@ -43,6 +43,7 @@ from atropos.tasks.format.recipe import (
     copies,
 )
 from atropos.tasks.format.task import Task
+from atropos.tasks.shortage import check_room
 from atropos.wire import ImageInfo, ImageSettings, ImageState
 
 Progress = Callable[[ImageState], None]
@@ -338,7 +339,11 @@ class TaskImages:
         try:
             offline = isinstance(step, Run) and step.offline
             async with build.lease(self._lease(build.task, source, offline=offline)) as slot:
-                await self._carry_out(build, slot, step, archives, fetched)
+                try:
+                    await self._carry_out(build, slot, step, archives, fetched)
+                except TaskBroken:
+                    await check_room(build.task, [slot])
+                    raise
                 await self._check_unchanged(build, planned)
                 return await slot.keep(planned.key)
         except TaskBroken as error:

@@ -27,6 +27,7 @@ from atropos.tasks.errors import TaskBroken
 from atropos.tasks.format.service import Condition, Service, ServiceVolume, start_order
 from atropos.tasks.format.task import Task
 from atropos.tasks.prepare import TaskImages
+from atropos.tasks.shortage import check_room
 from atropos.wire import HealthConfig, OpError, WriteFile
 
 POLL_S = 1.0
@@ -99,7 +100,7 @@ async def start(
     try:
         await _start_all(slot, task, task.service, images, env, network)
     except TaskBroken:
-        await workspace.check_room(task, [slot])
+        await check_room(task, [slot])
         raise
 
 

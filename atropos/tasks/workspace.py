@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Literal
 
-from atropos.errors import LeaseExpired, NotSupported, SandboxError
+from atropos.errors import SandboxError
 from atropos.slots import Slot
 from atropos.slots.slot.processes import Process
 from atropos.slots.slot.profile import PLAIN
@@ -26,13 +26,13 @@ from atropos.tasks.builder.transfer import exec_plain, upload
 from atropos.tasks.errors import TaskBroken, VerifierFailed
 from atropos.tasks.format.service import ServiceVolume
 from atropos.tasks.format.task import Task
+from atropos.tasks.shortage import check_room, note_limits
 from atropos.tasks.verifier.judging import judge
 from atropos.tasks.verifier.layers import VerifierLayers
 from atropos.tasks.verifier.mode import Mode, choose, leaves_programs
 from atropos.tasks.verifier.place import place
 from atropos.tasks.verifier.reward import Verdict
 from atropos.tasks.verifier.services import Keep
-from atropos.wire import ProcList
 
 LOGS = "/logs/agent /logs/verifier /logs/artifacts"
 """Folders that anyone may write to while the agent works, as Harbor makes them."""
@@ -176,7 +176,7 @@ async def verify(
     """
     machines = [slot]
     try:
-        await _note_limits(slot)  # it may be frozen, or gone, by the verdict
+        await note_limits(slot)  # it may be frozen, or gone, by the verdict
         chosen = choose(task, mode).mode
         judged = task.verifier if chosen == "separate" and task.verifier is not None else task
         machine, surroundings = await place(slot, task, judged, chosen, fresh, _kept(task) if keep == "task" else keep)
@@ -201,32 +201,6 @@ def _kept(task: Task) -> Keep:
         # Those that wait at a pipe, or for an hour of the day, listen on no socket.
         return "all" if leaves_programs(task) else keep
     return "all" if keep else "none"
-
-
-async def check_room(task: Task, machines: Sequence[Slot]) -> None:
-    """Refuse to blame an agent, or the task, for what slots of the sizes that the task asks for would have done.
-
-    Args:
-        task: whose machine each is.
-        machines: each with the services beside it.
-
-    Raises:
-        NotSupported: a limit was reached that is lower than that.
-        SandboxError: what was reached can't be known.
-    """
-    sized = (task, *task.beside)
-    for machine in machines:
-        if not isinstance(machine.lost, LeaseExpired):  # given back before
-            await _note_limits(machine)
-    for machine, of in (pair for each in machines for pair in zip(each.group, sized, strict=False)):
-        for limit, lowered in of.lowered.items():
-            if limit in machine.limits_reached:
-                raise NotSupported(f"{of.name}: the {limit} limit was reached, and is lower than the task's: {lowered}")
-
-
-async def _note_limits(machine: Slot) -> None:
-    """Have the slots of a machine and its services say which limits ended programs that no call waited for."""
-    await asyncio.gather(*(each.run(ProcList()) for each in machine.group))
 
 
 async def clear(slot: Slot, task: Task) -> None:

@@ -299,6 +299,28 @@ async def test_storage_beyond_memory_is_on_disk(tmp_path):
     assert one.status == "refused"
 
 
+async def test_a_task_has_its_own_time(tmp_path):
+    make(tmp_path, "long", toml="[agent]\ntimeout_sec = 60\n", solution="sleep 1; touch done")
+    (one,) = await check(read_tasks(tmp_path), CheckConfig(agents=("oracle",), attempt_s=0.5))
+    assert one.problems == ()
+
+
+@privileges.volumes_on_disk
+async def test_what_was_too_little_is_given_whole(tmp_path):
+    """10 GiB are what old schemas wrote out, and a slot has the 600 MiB of its memory."""
+    toml, large = '[environment]\nstorage = "10G"\n', "head -c 650M /dev/zero > large && rm large"
+    make(tmp_path, "built", toml=toml, dockerfile=f"FROM debian\nWORKDIR /app\nRUN {large} && : {tmp_path}\n")
+    make(tmp_path, "small", toml=toml)
+    make(tmp_path, "solved", toml=toml, solution=f"{large} && touch done")
+    config = CheckConfig(agents=("oracle",), memory_mib=600, slots=2)
+    found = await check(read_tasks(tmp_path), config)
+    assert [(one.status, one.problems) for one in found] == [("sound", ())] * 3
+    assert ["tried again with all of it" in one.clamped[0] for one in found] == [True, False, True]
+    (one,) = await check(read_tasks(tmp_path, ["solved"]), replace(config, volume="memory"))
+    assert "the disk limit was reached, and is lower than the task's" in one.problems[0]
+    assert "again" not in one.clamped[0], "memory has no room for that"
+
+
 @pytest.mark.parametrize("backend", params())
 def test_examples_are_sound(backend):
     tasks = {"local": ("top-words", "notes-server")}.get(backend, ("fix-ledger", "route-table"))

@@ -121,6 +121,12 @@ class Task:
         return (self, *self.beside, *self.verifiers)
 
     @property
+    def seconds(self) -> float:
+        """Longest that its agent and its tests take together, by its own times."""
+        configs = [one.config for one in self.steps or (self,)]
+        return sum((one.agent.timeout_sec or 3600) + one.verifier.timeout_sec for one in configs)
+
+    @property
     def artifacts(self) -> tuple[Artifact, ...]:
         """What a separate verifier gets: the paths in task.toml; else WORKDIR, if its machine is like the agent's."""
         named = (*self.config.artifacts, *(self.step.artifacts if self.step else ()))

@@ -68,6 +68,18 @@ def test_a_default_justifies_no_larger_lease(tmp_path):
         assert "raise slot_memory_mib" in found.lowered["memory"]
 
 
+def test_a_default_may_be_meant(tmp_path):
+    toml = 'version = "1.0"\n[environment]\nstorage_mb = 10240\n'
+    files = {"instruction.md": "Do it.\n", "environment/a": "a", "tests/test.sh": "true\n", "task.toml": toml}
+    task = load_task(write_files(tmp_path / "demo", files))
+    lowered, meant = fit(task, ROOM), fit(task, ROOM, policy="refuse")
+    assert (lowered.limits, lowered.clamped) == (
+        LeaseLimits(disk_mib=512),
+        ("environment.storage_mb: 10240 wanted, slots have 512",),
+    )
+    assert (meant.limits, meant.clamped, meant.refused) == (LeaseLimits(disk_mib=10240), (), ())
+
+
 def test_networks_within_the_pool_s_are_reached(tmp_path):
     toml = "[agent]\nnetwork_mode = 'allowlist'\nallowed_hosts = ['10.1.0.0/16', '10.2.0.0/16:81', '11.0.0.0/8']\n"
     files = {"instruction.md": "Do it.\n", "environment/a": "a", "tests/test.sh": "true\n", "task.toml": toml}
