@@ -1,4 +1,5 @@
-"""`serve` in every ending: a signal, an inference server or a trajectory API that is gone; and nothing is left of it."""
+"""`serve` for real, with the tokens of its batches compared with the server's log, and in every ending: a signal, an
+inference server or a trajectory API that is gone; and nothing is left of it."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ import sys
 import time
 
 from examples.policy.tokenizer import FOLDER
+from examples.policy.truth import Truth
 from examples.serve.processes import Trainer, flags, run_api
+from tests.e2e.hermes_support import sampled
 from tests.e2e.test_demo_endings import GONE_S, ROOT, SLACK_S, left_by
 from tests.engines import BACKENDS, containers
 from tests.processes import alive, descendants
@@ -98,10 +101,24 @@ def serving(api: str, base_url: str) -> list[str]:
     return [str(SCRIPT), "serve", *flags("env", env), *flags("openai", model)]
 
 
-async def test_serve_leaves_nothing():
+def check(batch: list[dict], log: Truth) -> None:
+    """Its groups are whole, and exactly what was sampled."""
+    assert [len(group["tokens"]) for group in batch] == [4, 4]
+    for group in batch:
+        assert sorted(group["scores"]) == [0.0, 0.0, 1.0, 1.0]
+        assert group["group_overrides"] == {}
+        for index in range(4):
+            runs = sampled(group, index)
+            assert len(runs) == 2
+            assert all(run in log for run in runs)
+
+
+async def test_serve_leaves_nothing(tmp_path):
+    truth = tmp_path / "truth.jsonl"
+    log = Truth(truth)
     async with contextlib.AsyncExitStack() as stack:
         # slow, as each of the envs works on while it is waited for others
-        policy = await stack.enter_async_context(running("-m", "examples.policy", "--delay=0.3"))
+        policy = await stack.enter_async_context(running("-m", "examples.policy", "--delay=0.3", f"--log={truth}"))
         base_url = json.loads(await policy.says("\n"))["base_url"]
         api_stack = await stack.enter_async_context(contextlib.AsyncExitStack())
         api = await api_stack.enter_async_context(run_api())
@@ -112,13 +129,16 @@ async def test_serve_leaves_nothing():
             async for batch in trainer.batches(*(env.process for env in envs)):
                 for env in envs:
                     env.look()
+                check(batch, log)
                 seen |= {group["env_id"] for group in batch}
                 if len(seen) == 3:
                     break
         assert "ended by SIGINT" in await envs[0].ended(signal.SIGINT)
         os.killpg(policy.process.pid, signal.SIGKILL)
         await envs[1].says(f"the inference server at {base_url} doesn't answer; calls wait for it")
-        assert "ended by SIGTERM" in await envs[1].ended(signal.SIGTERM)
+        said = await envs[1].ended(signal.SIGTERM)
+        assert "ended by SIGTERM" in said and "Traceback" not in said, said
+        assert envs[1].process.returncode == 128 + signal.SIGTERM
         await api_stack.aclose()
         said = await envs[2].ended(within_s=60)
         assert envs[2].process.returncode == 1, said
