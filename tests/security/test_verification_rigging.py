@@ -213,7 +213,7 @@ NO_WORK_LEFT = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in RIGS if name not in NO_WORK_LEFT])
+@pytest.mark.parametrize("name", [name for name in some(RIGS, 3) if name not in NO_WORK_LEFT])
 async def test_honest_work_still_scores(pool, task, name):
     assert await reward(pool, task, "echo 42 > answer", "shared", RIGS[name]) == 1
 
@@ -278,15 +278,16 @@ AS_NOBODY = {
     "a folder for nobody": "rm -rf /workspace; chmod 0 /; echo > /workspace",
 }
 """Where tests run as one of the agent's slot's own users."""
+SHARED = some(RIGS, 4)
 
 
 @pytest.mark.parametrize(
-    ("mode", "tricks"), [("task", TRICKS), ("separate", some(TRICKS)), ("shared", RIGS), ("shared", AS_NOBODY)]
+    ("mode", "tricks"), [("task", TRICKS), ("separate", some(TRICKS)), ("shared", SHARED), ("shared", AS_NOBODY)]
 )
 async def test_trick_scores_0(task, plain, tmp_path, mode, tricks):
     """Through the env: a trajectory whose verifier can't say because of what the agent did scores 0, and its group is
     sent."""
-    source = task if tricks is RIGS else plain
+    source = task if tricks is SHARED else plain
     for number, trick in enumerate(tricks.values()):
         folder = tmp_path / "tasks" / f"{number:02}"
         shutil.copytree(source.path, folder)
