@@ -147,10 +147,10 @@ async def until_over(slot) -> None:
 async def test_most_output_arrives_split():
     most = 16_000_000
     limits = SlotLimits(output_bytes=most, memory_mib=256)
-    async with (
-        SlotPool(SlotPoolConfig(backend="local", slots_per_container=1, max_containers=1, limits=limits)) as pool,
-        pool.lease("t") as slot,
-    ):
+    config = SlotPoolConfig(
+        backend="local", slots_per_container=1, max_containers=1, limits=limits, start_timeout_s=60 * SLOWNESS
+    )
+    async with SlotPool(config) as pool, pool.lease("t") as slot:
         result = await slot.exec("head -c 40m /dev/zero; head -c 40m /dev/zero >&2", split=True)
     assert result.limit == "output"
     assert result.stdout is not None
