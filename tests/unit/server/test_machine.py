@@ -399,7 +399,7 @@ class Machine(RuleBasedStateMachine):
 
 TestMachine = pytest.mark.slow("large input")(Machine.TestCase)
 TestMachine.settings = settings(
-    max_examples=int(os.environ.get("ATROPOS_EXAMPLES", "500")),
+    max_examples=int(os.environ.get("ATROPOS_EXAMPLES", "250")),
     stateful_step_count=15,
     database=None,
     suppress_health_check=list(HealthCheck),
