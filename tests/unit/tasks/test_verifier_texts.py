@@ -121,6 +121,7 @@ def test_what_else_would_be_taken_for_a_file(brought, own, found):
     [
         ("", "cp /tests/Makefile .; cp /tests/own.js .", "/app/Makefile /app/own.js"),
         ("Write GNUmakefile.", "cp /tests/Makefile .", ""),
+        ("Write a makefile.", "cp /tests/Makefile .", "/app/Makefile"),
         ("", "cp /tests/own.py .", ""),
         ("", "cp /tests/own.py .; chmod -R a+r .", "/app/own.py"),
         ("Write own.py and own.js.", "cp /tests/own.py .; cp /tests/own.js .; chmod -R a+r .", ""),
@@ -144,6 +145,30 @@ async def test_links_that_are_spoken_of_stay(monkeypatch, asked, cut):
     await disarming.disarm(None, surroundings, read, links=False)
     await disarming.disarm(None, surroundings, read, links=True)
     assert calls == [cut]
+
+
+@pytest.mark.parametrize(
+    ("test", "leads", "looked", "refused"),
+    [
+        ("git clone x", True, [(True, True)], True),
+        ("git status", False, [(True, False)], False),
+        ("true", True, [], False),
+    ],
+)
+async def test_repositories_of_tests_with_git_are_looked_through(monkeypatch, test, leads, looked, refused):
+    async def take_out(_slot, _folders, _programs, *, links, clones):
+        calls.append((links, clones))
+        return leads
+
+    async def remove_venvs(_, paths):
+        removed.extend(paths)
+
+    calls, removed = [], []
+    monkeypatch.setattr(disarming, "take_out", take_out)
+    monkeypatch.setattr(disarming, "remove_venvs", remove_venvs)
+    read = replace(understand(TaskTexts("", (test,)), "/app", ("/app",), ()), venvs=("/app/venv", "/opt/venv"))
+    surroundings = await disarming.disarm(None, Surroundings(("/app",), wishes=read.wishes), read, links=False)
+    assert (calls, removed, surroundings.wishes.refuses_links) == (looked, ["/app/venv"], refused)
 
 
 class Here:
