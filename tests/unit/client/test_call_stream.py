@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
+import aiohttp
 import pytest
 
-from atropos.errors import OutcomeUnknown, SandboxError, SlotLost
+from atropos.errors import BackendUnavailable, OutcomeUnknown, SandboxError, SlotLost
 from atropos.net import web_socket
 from atropos.slots.client import call_stream
 from atropos.slots.client.call_stream import CallStream, FrameLimit, StreamEvents
 from atropos.wire import CLIENT_FRAME, Call, Cancel, CommandResult, Exec, Reply
+from tests.waiting import SLOWNESS
 
 
 class Stream(CallStream):
     """A stream that is never opened."""
 
     def __init__(self, *, max_calls: int = 200) -> None:
-        events = StreamEvents(print, print, print, tuple, lambda: 5.0)
-        super().__init__(None, "ws://x", "tester", events, frames=FrameLimit(max_calls), reconnect_s=1)
+        self.told: list[object] = []
+        events = StreamEvents(self.told.append, self.told.append, self.told.append, tuple, lambda: 5.0)
+        super().__init__(None, "ws://x", "tester", events, frames=FrameLimit(max_calls), reconnect_s=60 * SLOWNESS)
         self.asked: dict[str, asyncio.Task] = {}
 
     async def ask(self, *call_ids):
@@ -29,9 +33,7 @@ class Stream(CallStream):
 
     async def close(self, reason):
         await super().close(reason)
-        await asyncio.wait(self.asked.values())
-        for each in self.asked.values():
-            each.cancelled() or each.exception()  # or asyncio reports that nobody looked
+        await asyncio.gather(*self.asked.values(), return_exceptions=True)
 
     async def give_up(self, call_id):
         self.asked[call_id].cancel()
@@ -49,8 +51,8 @@ def shown(message):
     return f"cancel {message.call_id}" if isinstance(message, Cancel) else f"ack {' '.join(message.call_ids)}"
 
 
-def answer(call_id):
-    return Reply(call_id=call_id, result=CommandResult(exit_code=0, output=b"", duration_s=0))
+def answer(call_id, output=b""):
+    return Reply(call_id=call_id, result=CommandResult(exit_code=0, output=output, duration_s=0))
 
 
 async def test_an_unsent_call_that_is_given_up_never_leaves():
@@ -100,6 +102,18 @@ async def test_what_waits_has_a_bound(monkeypatch):
     await stream.close("the end")
 
 
+@pytest.mark.parametrize(("room", "sent"), [(2, True), (1, False)])
+async def test_a_call_fits_into_a_frame(monkeypatch, room, sent):
+    """With its brackets."""
+    call = Call(call_id="a", lease_id="lease-1", epoch=1, operation=Exec(command="true"))
+    monkeypatch.setattr(call_stream, "MAX_FRAME_BYTES", len(call.model_dump_json()) + room)
+    stream = Stream()
+    await stream.ask("a")
+    assert stream.asked["a"].done() != sent
+    assert stream.written() == ["call a"] * sent
+    await stream.close("the end")
+
+
 async def test_what_never_left_did_not_run():
     stream = Stream(max_calls=1)
     await stream.ask("sent", "unsent")
@@ -131,4 +145,69 @@ async def test_an_answer_that_nobody_awaits_is_acknowledged():
     assert stream.written() == ["cancel a"]
     stream._handle([answer("a")])
     assert stream.written() == ["ack a"]
+    await stream.close("the end")
+
+
+async def test_a_call_goes_on_for_who_still_waits():
+    stream = Stream()
+    await stream.ask("a")
+    first = stream.asked["a"]
+    await stream.ask("a")
+    first.cancel()
+    await asyncio.wait([first])
+    assert stream.written() == ["call a"]
+    stream._handle([answer("a")])
+    assert (await stream.asked["a"]).exit_code == 0
+    await stream.close("the end")
+
+
+async def test_a_large_answer_is_acknowledged_at_once():
+    """The server keeps it until then."""
+    for output, written in ((b"", []), (bytes(call_stream.LARGE_FRAME), ["ack a"])):
+        stream = Stream()
+        await stream.ask("a")
+        stream.written()
+        frame = f"[{answer('a', output).model_dump_json()}]"
+        kinds = {aiohttp.WSMsgType.TEXT: frame, aiohttp.WSMsgType.CLOSED: None}
+        messages = [aiohttp.WSMessage(kind, data, None) for kind, data in kinds.items()]
+
+        class Socket:
+            close_code = 1000
+
+            async def receive(self, messages=messages):
+                return messages.pop(0)
+
+        assert (await stream._read(Socket())).startswith("closed by the server")
+        assert stream.written() == written
+        await stream.close("the end")
+
+
+async def test_a_silent_connection_is_dead():
+    stream = Stream()
+    stream._heartbeat_s, stream._heard_at = 0.05, time.monotonic()
+    reason = await asyncio.wait_for(stream._beat(), 20 * SLOWNESS)
+    assert reason.startswith("nothing came for")
+    assert time.monotonic() - stream._heard_at > 3 * 0.05
+    await stream.close("the end")
+
+
+@pytest.mark.parametrize(
+    ("draining", "cause", "tries"),
+    [(False, ConnectionRefusedError(), 3), (True, ConnectionRefusedError(), 1), (True, TimeoutError(), 3)],
+)
+async def test_only_a_server_that_was_to_end_has_ended(monkeypatch, draining, cause, tries):
+    """Another one that refuses a connection may be back in a moment."""
+    tried = []
+
+    async def connect():
+        tried.append(1)
+        if len(tried) < 3:
+            raise BackendUnavailable("no") from cause
+
+    stream = Stream()
+    stream.draining = draining
+    monkeypatch.setattr(stream, "_connect", connect)
+    await stream._reconnect("it broke")
+    assert len(tried) == tries
+    assert stream.told == (["no (it broke)"] if tries == 1 else [])
     await stream.close("the end")
