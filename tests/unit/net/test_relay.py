@@ -110,6 +110,55 @@ async def test_an_idle_tunnel_is_reset(monkeypatch):
             await idle.read()
 
 
+@pytest.mark.parametrize("then", ["reads", "leaves", "stalls"])
+async def test_a_late_reader_gets_the_end(monkeypatch, then):
+    """Its connection counts as one of its slot's for as long; that a reader goes away is no fault of the relay's."""
+    if then == "stalls":
+        monkeypatch.setattr(relay, "IDLE_S", IDLE_S / 2)
+    hanging_up, ended = asyncio.Event(), asyncio.get_running_loop().create_future()
+    hang_up, data = relay._hang_up, bytes(50_000)  # more than the sockets take, and little enough for the last write
+
+    async def noted(*streams):
+        hanging_up.set()
+        await hang_up(*streams)
+
+    async def origin(_, writer):
+        writer.write(data)
+        writer.close()
+
+    async def dial(host, _):
+        return host, *await asyncio.open_connection(*there.sockets[0].getsockname())
+
+    async def proxied(reader, writer):
+        ended.set_result(
+            await asyncio.gather(relay.relay(reader, writer, dial, spend=lambda _: None), return_exceptions=True)
+        )
+
+    monkeypatch.setattr(relay, "_hang_up", noted)
+    listener, client = socket.create_server(("127.0.0.1", 0)), socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect(listener.getsockname())
+    async with (
+        await asyncio.start_server(origin, "127.0.0.1", 0) as there,
+        await asyncio.start_server(proxied, sock=listener),
+    ):
+        reader, writer = await asyncio.open_connection(sock=client, limit=1000)
+        await tunnel(reader, writer)
+        writer.write_eof()
+        await hanging_up.wait()
+        if then == "reads":
+            assert len(await reader.read()) == len(data)
+        elif then == "stalls":
+            await ended
+            assert len(await reader.read()) < len(data)
+        else:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            writer.transport.abort()
+        assert await ended == [None]
+        writer.close()
+
+
 async def test_no_http_is_origin_s_fault():
     async def origin(reader, writer):
         await reader.readuntil(b"\r\n\r\n")
