@@ -209,7 +209,8 @@ async def pool(tmp_path_factory):
         yield pool
 
 
-def make_base(at: Path) -> None:
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
     if not Path(BUSYBOX).exists():
         pytest.skip("not installed: busybox-static")
     shell = entry("bin/busybox", Path(BUSYBOX).read_bytes(), mode=0o755)
@@ -219,7 +220,9 @@ def make_base(at: Path) -> None:
         folder("tmp", mode=0o1777),
         folder("root", mode=0o700),
     )
+    at = tmp_path_factory.mktemp("base")
     layout(at, layer(folder("bin"), shell, *(link(f"bin/{name}", "busybox") for name in TOOLS.split()), *files))
+    return at
 
 
 def make_context(at: Path) -> None:
@@ -232,11 +235,10 @@ def make_context(at: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SEEN)
-async def test_dockerfiles_mean_the_same(pool, tmp_path, name):
+async def test_dockerfiles_mean_the_same(pool, base, tmp_path, name):
     text, printed = SEEN[name]
-    make_base(tmp_path / "base")
     make_context(tmp_path / "context")
-    (tmp_path / "context/Dockerfile").write_text(f"FROM oci:{tmp_path}/base AS one\n{text}")
+    (tmp_path / "context/Dockerfile").write_text(f"FROM oci:{base} AS one\n{text}")
     prepared = await TaskImages(pool, ()).prepare(load_task(tmp_path / "context/Dockerfile"))
     async with pool.lease(name, image=prepared.image) as slot:
         assert (await slot.read_file("/h")).decode() == printed

@@ -132,24 +132,20 @@ def test_dependencies_are_imported() -> None:
 
 @pytest.mark.slow("starts Python anew")
 @pytest.mark.parametrize(
-    ("module", "extra"),
+    ("modules", "extra"),
     [
-        ("atropos.slots", ""),
-        ("atropos.tools", ""),
-        ("atropos.tasks.folder", ""),
-        ("atropos.cli.app; atropos.cli.app.command_line()", ""),
+        ("atropos.slots, atropos.tools, atropos.tasks.folder, atropos.cli.app; atropos.cli.app.command_line()", ""),
         ("atropos.slots.backends.docker.backend", "docker"),
         ("atropos.slots.backends.nomad.backend", "nomad"),
-        ("atropos.api.tool_server", "server"),
-        ("atropos.api.executor_api", "server"),
+        ("atropos.api.tool_server, atropos.api.executor_api", "server"),
     ],
 )
-def test_core_needs_no_extra(module: str, extra: str) -> None:
+def test_core_needs_no_extra(modules: str, extra: str) -> None:
     """As in an installation with one extra or none: what only others bring can't be imported."""
     absent = EXTRA_ONLY - OF_EXTRA.get(extra, set())
     needed = {name for name, owners in provided_by().items() if {normal(one) for one in owners} & absent}
     needed = needed - NAMESPACES.keys() | {"opentelemetry.sdk", "opentelemetry.exporter"}  # fastapi brings its API
-    code = f"import sys\nabsent = {sorted(needed)!r}\nfor name in absent: sys.modules[name] = None\nimport {module}\n"
+    code = f"import sys\nabsent = {sorted(needed)!r}\nfor name in absent: sys.modules[name] = None\nimport {modules}\n"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
 

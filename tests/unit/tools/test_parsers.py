@@ -113,7 +113,7 @@ def test_time_is_linear(name):
         return time.process_time() - started
 
     seconds(1000)
-    small, large = seconds(20_000), seconds(160_000)
+    small, large = seconds(10_000), seconds(80_000)
     # Eight times the text: quadratic work would take 64 times as long.
     assert large < max(small, 0.05) * 30
 
