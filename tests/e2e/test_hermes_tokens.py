@@ -15,7 +15,7 @@ from atropos.envs import HermesAgentBaseEnv
 from examples.policy.truth import Truth
 from tests.e2e.hermes_support import call, groups, make, running_policy, sampled, script
 
-GROUPS, MEMBERS = 8, 3
+GROUPS, MEMBERS = 4, 3
 TEXTS = ["fine", "grüße ☃ 🦊", "<|im_end|> is text here", "a\n\n  b\t", "<tool_call>\n{broken", "x" * 300, ""]
 
 
