@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.adapters.peers import ROOT, needs, run
 from tests.adapters.test_e2b import TOKEN, serving
-from tests.adapters.test_harbor import rewards
+from tests.adapters.test_harbor import RUNS, rewards
 from tests.files import write_files
 
 SDK = ROOT / ".peers/share/harbor-e2b"
@@ -45,12 +45,12 @@ def test_built_and_judged_in_slots(tmp_path: Path):
         write_task(tmp_path / "tasks" / name, *parts)
     with serving("--slots-per-container", "4") as server:
         urls = dict.fromkeys(("E2B_API_URL", "E2B_SANDBOX_URL"), f"{server.url}/e2b")
-        for agent, reward in (("oracle", 1.0), ("nop", 0.0)):
-            options = ("--env", "e2b", "-o", agent, "-a", agent, "-n", "2", "-q", "-y")
-            paths = f"{SDK}:{ROOT}"
-            run("harbor", "run", "-p", "tasks", *options, folder=tmp_path, E2B_API_KEY=TOKEN, PYTHONPATH=paths, **urls)
-            assert rewards(tmp_path / agent) == ([reward] * len(TASKS), 0), [
-                json.loads(file.read_text()).get("exception_info") for file in tmp_path.glob(f"{agent}/*/*/result.json")
-            ]
+        options = ("--env", "e2b", "-n", "2", "-q", "-y")
+        runs = [json.dumps(["run", "-p", "tasks", *options, "-a", agent, "-o", agent]) for agent in ("oracle", "nop")]
+        run("python", "-c", RUNS, *runs, folder=tmp_path, E2B_API_KEY=TOKEN, PYTHONPATH=f"{SDK}:{ROOT}", **urls)
+    for agent, reward in (("oracle", 1.0), ("nop", 0.0)):
+        assert rewards(tmp_path / agent) == ([reward] * len(TASKS), 0), [
+            json.loads(file.read_text()).get("exception_info") for file in tmp_path.glob(f"{agent}/*/*/result.json")
+        ]
     builds = re.findall(r"template\.end \w+ outcome=(\w+)", server.log)
     assert builds == ["ready"] * len(TASKS), "the second run finds what the first has built"
