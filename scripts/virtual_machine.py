@@ -235,7 +235,7 @@ class Machine:
         return target
 
     def _site(self, made: Path, folder: Path) -> Path:
-        """What the lock file names, for the machine's Python: what atropos needs at run time, and pytest."""
+        """What the lock file names, for the machine's Python: what atropos and its servers need at run time, and pytest."""
         uv = ["bash", ROOT / "scripts/uv.sh"]
         export = [
             *uv,
@@ -248,7 +248,7 @@ class Machine:
             "--quiet",
         ]
         (folder / "versions").write_text(quietly(*export, cwd=ROOT))
-        runtime = quietly(*export, "--no-dev", "--prune", "atroposlib", cwd=ROOT)
+        runtime = quietly(*export, "--no-dev", "--extra", "server", "--prune", "atroposlib", cwd=ROOT)
         (folder / "wanted").write_text("\n".join((runtime, *TEST_PACKAGES)))
         quietly(*uv, "pip", "install", "--quiet", "--target", folder / "site",
                 "--python-version", (made / "python").read_text(),
