@@ -341,8 +341,8 @@ class TaskImages:
             async with build.lease(self._lease(build.task, source, offline=offline)) as slot:
                 try:
                     await self._carry_out(build, slot, step, archives, fetched)
-                except TaskBroken:
-                    await check_room(build.task, [slot])
+                except TaskBroken as error:
+                    await check_room(build.task, [slot], str(error))
                     raise
                 await self._check_unchanged(build, planned)
                 return await slot.keep(planned.key)

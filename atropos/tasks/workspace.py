@@ -185,13 +185,13 @@ async def verify(
             await layers.put(machine)
         verdict = await judge(machine, judged, surroundings)
     except (SlotFileError, TaskBroken, VerifierFailed) as error:  # no such user, no room, a folder in a file's place
-        await check_room(task, machines)
+        await check_room(task, machines, str(error))
         raise error if isinstance(error, VerifierFailed) else VerifierFailed(f"{task.name}: {error}") from error
     except OSError as error:  # of this machine, as of the disk with the tests
         raise SandboxError(f"{task.name}: {error}") from error
     # A full reward was reached whatever the limits did.
     if verdict.reward < 1:
-        await check_room(task, machines)
+        await check_room(task, machines, verdict.log)
     return verdict
 
 

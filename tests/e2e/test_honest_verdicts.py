@@ -311,6 +311,20 @@ async def test_lowered_limit_is_no_zero(pool, tmp_path, mode, mib, fits):
 
 
 @pytest.mark.asyncio(loop_scope="module")
+async def test_lowered_limit_of_tests_is_no_zero(pool, tmp_path):
+    """As an installer's that removes what it had written."""
+    task = make_task(
+        tmp_path,
+        toml='[environment]\nmemory = "2G"\nstorage = "10G"\n',
+        test="head -c 1500M /dev/zero > /wheel.bin; rm /wheel.bin; echo 0 > /logs/verifier/reward.txt",
+        dockerfile=APP,
+    )
+    async with sized(pool, task) as run:
+        with pytest.raises(NotSupported, match=r"disk limit was reached.*storage_mb: 10240 wanted"):
+            await run.verify()
+
+
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("mode", MODES)
 async def test_unseen_lowered_limit_is_no_zero(pool, tmp_path, mode):
     """A server runs out of memory while the tests ask it, or before the agent's slot is given back."""
