@@ -18,7 +18,7 @@ from atropos.agent.model import Model
 from atropos.agent.transcript import WeightSpan
 from atropos.envs import servers
 from atropos.envs.inference import apis
-from atropos.envs.inference.server import InferenceServer
+from atropos.envs.inference.server import InferenceServer, Refused
 from atropos.envs.reporting import watch
 from atropos.envs.running.lifecycle import beside
 from atropos.envs.servers import probe_servers, stop_servers
@@ -129,6 +129,27 @@ async def test_the_api_is_found_out(name, raw):
     assert found.ids == [5]
     assert found.logprobs == pytest.approx([logprobs(1.0 if raw else 0.5)[5]])
     assert list(found.weights) == ([WeightSpan(0, 1, "7")] if name in {"vllm, scale-out", "sglang"} else [])
+
+
+@pytest.mark.parametrize(
+    ("status", "spoken"),
+    [*((status, False) for status in (400, 403, 404, 405, 415, 422, 501)), (401, True), (429, True), (500, True)],
+)
+async def test_another_api_is_tried_where_one_is_not_spoken(monkeypatch, status, spoken):
+    """A server that speaks it, and fails, would fail in another as well, or hide the reason: it is asked again."""
+    (kind, api, answer), pauses = SERVERS["vllm"], []
+
+    async def answered(_method, path, body=None, _timeout=None):
+        if path != api.path:
+            raise Refused(path, status, {}, b"no")
+        return answer(body, logprobs(body["temperature"]))
+
+    one = InferenceServer("http://x", kind, "tiny", "x", 20)
+    monkeypatch.setattr(one, "_answer", answered)
+    monkeypatch.setattr("atropos.envs.inference.server.backoff_s", lambda tries, **_: pauses.append(tries) or 0)
+    with pytest.raises(Refused) if spoken else contextlib.nullcontext():
+        await one.find([1, 2])
+    assert (one.api is None, pauses) == (spoken, [1, 2] * spoken)
 
 
 @pytest.mark.parametrize("name", ["vllm", "vllm, scale-out"])
