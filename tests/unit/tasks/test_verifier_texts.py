@@ -179,6 +179,40 @@ class Here:
         return ExecResult(done.returncode, done.stdout.decode(), done.stdout)
 
 
+async def test_empty_folders_are_seen(tmp_path):
+    write_files(tmp_path, {"full/x": "a", "hidden/.x": "a"})
+    empty = [str(tmp_path / name) for name in ("first", "last")]
+    for path in empty:
+        os.mkdir(path)
+    folders = [empty[0], f"{tmp_path}/full", f"{tmp_path}/hidden", empty[1]]
+    looked = await elsewhere.bring(Here(), folders)
+    assert (looked.company, sorted(looked.empty)) == (True, sorted(empty))
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "programs", "asked"),
+    [(0, (), 1), (1, None, ["1", "/a"]), (1, ("/v",), ["/a", elsewhere.PACKAGES, "/usr/local", "/usr", "/v"])],
+)
+async def test_what_lies_elsewhere_is_brought_where_there_is_any(exit_code, programs, asked, caplog):
+    """Packages only where they are of use."""
+
+    class Slot:
+        async def exec(self, command, **_):
+            commands.append(command)
+            return ExecResult(exit_code, "", b"")
+
+    commands = []
+    assert await elsewhere.bring(Slot(), ["/a"], programs) == (False, ())
+    assert ("not all shown" in caplog.text) == (exit_code != 0)
+    if exit_code == 0:
+        assert len(commands) == asked
+    else:
+        bounds = {str(elsewhere.MAX_COPY_BYTES), str(elsewhere.MAX_COPY_FILES)}
+        bounds |= {str(elsewhere.MAX_PACKAGE_FILES), str(elsewhere.MAX_LIST_CHARS)}
+        given = [word for word in commands[1] if word not in bounds]
+        assert given[-len(asked) :] == asked
+
+
 async def test_what_would_be_taken_is_removed(tmp_path):
     write_files(
         tmp_path, dict.fromkeys(("GNUmakefile", "x.so", "__pycache__/x.cpython-311.pyc", "y.so", "z/__init__.py"), "a")
