@@ -14,7 +14,7 @@ import pytest
 from atropos.envs import AgentEnv, APIServerConfig, HermesAgentBaseEnv, HermesAgentEnvConfig
 from atropos.envs.hermes.bridge import bridged
 from atropos.envs.hermes.tool_context import ToolContext
-from atropos.envs.running.hooks import Hooks
+from atropos.envs.running.hooks import HookCalls, Hooks
 from atropos.envs.running.metrics import EnvMetrics
 from atropos.envs.running.rollout import GroupDropped, GroupsDropped, HookError, TaskFault
 from atropos.errors import ConfigError, SlotLost, ToolServerUnavailable
@@ -243,6 +243,22 @@ async def test_hanging_hook_has_a_limit(policy, tmp_path, hook, code, caplog):
     with pytest.raises(GroupsDropped, match=f"1 x {code}"):
         await env.process_manager()
     assert "did not end within hook_timeout_s (0.3 s)" in caplog.text
+
+
+async def test_a_traceback_is_logged_once(caplog):
+    hooks = Hooks("Env", EnvMetrics(), 1.0)
+    for error in (ValueError("1"), ValueError("2"), KeyError("3")):
+        with pytest.raises(HookError), hooks.guard("verify"):
+            raise error
+    assert [str(record.exc_info[1]) for record in caplog.records] == ["1", "'3'"]
+    assert hooks._metrics.hook_errors["verify"] == 3
+
+
+async def test_files_of_set_up_take_no_place_of_an_agents():
+    """There is none yet: nothing is asked of the slot."""
+    for calls, paths in ((HookCalls(None, "t", setup=True), ["/a"]), (HookCalls(None, "t"), [])):
+        await calls.make_way(paths)
+    await HookCalls(None, "t", setup=True).take_place("/a")
 
 
 async def test_blocked_loop_not_hooks():
