@@ -235,7 +235,7 @@ class Machine:
         return target
 
     def _site(self, made: Path, folder: Path) -> Path:
-        """What the lock file names, for the machine's Python: what atropos and its servers need at run time, and pytest."""
+        """From the lock file, for the machine's Python: what atropos and its servers need at run time, and pytest."""
         uv = ["bash", ROOT / "scripts/uv.sh"]
         export = [
             *uv,
