@@ -1,4 +1,8 @@
-"""Parsers from a model's text to tool calls: one for each format, by name."""
+"""Parsers from a model's text to tool calls: one for each format, by name.
+
+What begins a call is also known to `shapes`, for turns in which a format finds none, and to `atropos.thinking`, for
+`<think>` tags within a call: both learn of a new format.
+"""
 
 from atropos.tools.parsers import hermes, llama, mistral, tagged, tokens
 from atropos.tools.parsers.base import (
