@@ -264,7 +264,7 @@ while True:
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("when", ["pass", "os.stat('/tests/test.sh')", "os.stat('/logs/verifier/reward.txt')"])
-@pytest.mark.parametrize("test", ["true", "echo 0 > /logs/verifier/reward.txt; sleep 0.1"])
+@pytest.mark.parametrize("test", ["sleep 0.1", "echo 0 > /logs/verifier/reward.txt; sleep 0.1"])
 async def test_server_writes_no_reward(pool, tmp_path, when, test):
     async with working_on(pool, make_task(tmp_path, test=test, dockerfile=APP)) as run:
         await run.slot.write_file("/app/pays.py", PAYS.replace("WHEN", when).encode())
