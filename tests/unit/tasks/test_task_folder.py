@@ -884,7 +884,8 @@ def test_older_spellings_are_read(folder):
     found = fit(task, Room(Resources(memory_mib=1024, disk_mib=256, cpus=1), volume="disk"), images=(), policy="refuse")
     assert [problem.split(":")[0] for problem in found.refused] == ["environment.memory_mb", "environment.storage_mb"]
     found = fit(task, Room(Resources(memory_mib=1024, disk_mib=256, cpus=1), most_mib=4096), images=(), policy="refuse")
-    assert (found.refused, found.limits) == ((), LeaseLimits(memory_mib=2048, disk_mib=512, cpu_quota=2))
+    # the files of a volume in memory are memory, too
+    assert (found.refused, found.limits) == ((), LeaseLimits(memory_mib=2560, disk_mib=512, cpu_quota=2))
 
 
 def test_patterns_choose_the_base(folder):
