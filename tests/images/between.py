@@ -64,4 +64,8 @@ class Between:
                     break
         asking.cancel()
         for each in (writer, forth):
-            each.transport.abort()
+            # An abort takes back what was written and has not gone on yet.
+            if self.left == 0:
+                each.transport.abort()
+            else:
+                each.close()
