@@ -15,7 +15,10 @@ MACHINE = Machine(
     "cgroup2",
     X86_64,
     packages="bubblewrap busybox-static e2fsprogs gcc git libc6-dev libseccomp2 make procps python3 uidmap xz-utils",
-    kernels={"new": "trixie", "old": "bookworm"},  # 6.12 and 6.1
+    kernels={  # 6.12 and 6.1
+        "new": ("trixie", "linux-image-cloud-amd64"),
+        "old": ("bookworm", "linux-image-cloud-amd64"),
+    },
 )
 TESTS = (
     "tests/limits tests/unit/sandbox tests/truths/test_truth_03* tests/truths/test_truth_06* "

@@ -1,6 +1,6 @@
 """An emulated machine of Debian's, and a command on the working tree in it.
 
-A cloud kernel boots under qemu on a root file system of Debian packages. Both are made once and kept in
+A kernel of Debian's boots under qemu on a root file system of Debian packages. Both are made once and kept in
 ~/.cache/atropos; the kernel's package is unpacked, never installed. The working tree goes in as a tar, the command runs
 on it, what it prints comes out here, and its exit status is that of `run`.
 
@@ -36,6 +36,11 @@ MODULES = (
     "virtio_pci_modern_dev",
     "virtio_pci",
     "virtio_blk",
+    "crc16",
+    "crc32c_generic",
+    "mbcache",
+    "jbd2",
+    "ext4",
     "overlay",
     "loop",
     "veth",
@@ -100,18 +105,18 @@ class Machine:
     Attributes:
         name: its host name, and the first word of what is said of it.
         packages: what its Debian has, separated by spaces.
-        kernels: the Debian release whose kernel each kind is.
+        kernels: of each kind, the Debian release and its package that depends on the newest one.
         boot_s, run_s: how long it may take to come up, and run.
     """
 
     name: str
     hardware: Hardware
     packages: str
-    kernels: dict[str, str]
+    kernels: dict[str, tuple[str, str]]
     boot_s: float = 120
     run_s: float = 7200
 
-    def run(self, command: str, kernel: str = "new", slowness: str = "10") -> int:
+    def run(self, command: str, kernel: str, slowness: str = "10") -> int:
         """Run a shell command on the working tree; its exit status.
 
         Args:
@@ -185,9 +190,9 @@ class Machine:
             f"--include={self.packages.replace(' ', ',')}",
         )
         quietly(*ALONE, "debootstrap", *options, "trixie", root, MIRROR)
-        for kind, suite in self.kernels.items():
-            self.say(f"unpacking {suite}'s cloud kernel")
-            self._kernel(root, part, kind, suite)
+        for kind, (suite, package) in self.kernels.items():
+            self.say(f"unpacking {suite}'s {package}")
+            self._kernel(root, part, kind, suite, package)
         quietly("chroot", root, "python3", "-m", "venv", "--without-pip", "/opt/venv")
         (site,) = (root / "opt/venv/lib").glob("python3.*/site-packages")
         (site / "working-tree.pth").write_text(PTH)
@@ -195,11 +200,11 @@ class Machine:
         for waste in ("var/cache/apt", "var/lib/apt/lists", "usr/share/doc", "usr/share/man", "usr/share/locale"):
             shutil.rmtree(root / waste, ignore_errors=True)
 
-    def _kernel(self, root: Path, part: Path, kind: str, suite: str) -> None:
-        """vmlinuz and modules for the initial RAM disk, out of the package that the suite's meta package names."""
+    def _kernel(self, root: Path, part: Path, kind: str, suite: str, newest: str) -> None:
+        """vmlinuz and modules for the initial RAM disk, out of the package that `newest` names."""
         (root / "etc/apt/sources.list").write_text(f"deb {MIRROR} {suite} main\n")
         quietly("chroot", root, "apt-get", "update")
-        shown = quietly("chroot", root, "apt-cache", "show", f"linux-image-cloud-{self.hardware.debian}")
+        shown = quietly("chroot", root, "apt-cache", "show", newest)
         package = re.search(r"^Depends: (linux-image-[^ ]+)", shown, re.MULTILINE)
         assert package, shown
         quietly("chroot", root, "sh", "-c", f"cd /tmp && apt-get -o APT::Sandbox::User=root download {package[1]}")

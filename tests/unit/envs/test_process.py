@@ -119,6 +119,8 @@ async def test_lost_slot_keeps_scores(policy, tmp_path):
     assert [group["scores"] for group in groups] == [[4.0, 4.0, 4.0]] * 3
     assert sorted(t["attempts"] for g in groups for t in g["atropos"]["trajectories"]) == [1] * 6 + [2] * 3
     assert env.metrics.retries == {"slot_lost": 3}
+    assert env.metrics.stop_reasons == {"final": 9}
+    assert 0 <= env.metrics.phases["reset"] < 60
     assert failed <= set(env.stand_in.released)
 
 
@@ -130,8 +132,12 @@ async def test_incomplete_is_dropped(policy, tmp_path):
                 raise AcquireTimeout("no slot")
 
     env = make(Env, policy.url, tmp_path / "g.jsonl", trajectory_retries=1)
+    events = []
+    env.observers.append(events.append)
     with pytest.raises(GroupsDropped, match=r"1 of 3 groups were dropped \(1 x acquire_timeout\)"):
         await env.process_manager()
+    ended = {(event.kind, event.item) for event in events if event.kind in {"group", "dropped"}}
+    assert ended == {("group", "item-0"), ("dropped", "item-1"), ("group", "item-2")}
     assert sorted(group["atropos"]["item"] for group in groups_in(tmp_path / "g.jsonl")) == ["item-0", "item-2"]
     assert (tmp_path / "g.html").exists()
     assert env.metrics.dropped == {"acquire_timeout": 1}
@@ -442,6 +448,7 @@ async def test_every_ending_releases_all(policy, tmp_path, end):
         with pytest.raises(asyncio.CancelledError):
             await task
         assert env.lifetime.signal == (signal.SIGTERM if end == "signal" else None)
+        assert env.metrics.cancelled_groups == 1
     assert env.stand_in.closed
     assert not env.stand_in.live
     assert len(groups_in(tmp_path / "g.jsonl")) == 1
@@ -539,6 +546,22 @@ async def test_hopeless_run_ends(policy, tmp_path):
         await env.process_manager()
     assert len(env.items) > 40
     assert env.stand_in.closed
+
+
+async def test_drops_slow_a_run_down(policy, tmp_path, monkeypatch):
+    class Env(ScriptEnv):
+        @staticmethod
+        def fault(_trajectory, _call):
+            raise AcquireTimeout("no slot")
+
+    monkeypatch.setattr("atropos.envs.running.groups.DROPPED_IN_A_ROW", 4)
+    settings = {"process_concurrency": 1, "group_size": 1, "trajectory_retries": 0}
+    env = make(Env, policy.url, tmp_path / "g.jsonl", **settings)
+    env.items = items(9)
+    began = time.monotonic()
+    with pytest.raises(GroupsDropped, match="4 groups in a row were dropped"):
+        await env.process_manager()
+    assert time.monotonic() - began >= 0.5  # after the third
 
 
 async def test_no_reward_ends_no_run(policy, tmp_path):
