@@ -11,7 +11,7 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -196,6 +196,9 @@ def collecting(env: SandboxEnv) -> Generator[Callable[[int], list[Group]]]:
         groups: Future[list[Group]] = Future()
         try:
             asked.put((count, groups))
+            # Python handles a signal that comes just before a lock blocks when the wait is over: none is for long.
+            while not groups.done():
+                wait([groups], timeout=1.0)
             return groups.result()
         except BaseException as error:
             if not groups.done():  # Ctrl-C: nobody waits for them any more
