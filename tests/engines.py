@@ -95,7 +95,11 @@ def leftovers(backend: str, job_id: str) -> list[str]:
 
 async def nothing_left(backend: str, job_id: str) -> None:
     """Wait until nothing is: an engine forgets a container a moment after its end, on a busy machine much later."""
-    await until(lambda: leftovers(backend, job_id) == [], f"nothing left of {job_id}", 60)
+
+    def what() -> str:
+        return f"nothing left of {job_id} ({leftovers(backend, job_id)})"
+
+    await until(lambda: leftovers(backend, job_id) == [], what, 60)
 
 
 def containers_of_allocation(allocation: str) -> list[str]:

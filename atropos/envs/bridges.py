@@ -196,7 +196,7 @@ def collecting(env: SandboxEnv) -> Generator[Callable[[int], list[Group]]]:
         groups: Future[list[Group]] = Future()
         try:
             asked.put((count, groups))
-            # Python handles a signal that comes just before a lock blocks when the wait is over: none is for long.
+            # A signal that comes just before a lock blocks is handled only when the wait ends: so no wait is long.
             while not groups.done():
                 wait([groups], timeout=1.0)
             return groups.result()

@@ -65,10 +65,11 @@ async def missed(cluster, node: str) -> None:
 async def nothing_left(cluster, job_id: str) -> None:
     """Wait until nothing is. A client that couldn't ask for its allocations asks again 30 to 60 s later
     (getAllocRetryIntv), and the server may have no leader then."""
-    try:
-        await until(lambda: cluster.leftovers(job_id) == [], f"nothing left of {job_id}", 150)
-    except AssertionError as error:
-        raise AssertionError(f"{error}: {cluster.leftovers(job_id)}; {cluster.histories()}") from None
+
+    def what() -> str:
+        return f"nothing left of {job_id} ({cluster.leftovers(job_id)}; {cluster.histories()})"
+
+    await until(lambda: cluster.leftovers(job_id) == [], what, 150)
 
 
 @pytest.mark.parametrize("turn", range(TIMES))
